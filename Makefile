@@ -1,0 +1,40 @@
+# With PY=python3 (any interpreter that has the packages) nothing is installed; otherwise a venv is made here.
+VENV := .venv
+ifeq ($(origin PY), undefined)
+PY := $(VENV)/bin/python
+READY := $(VENV)/ready
+endif
+RUN := PYTHONPATH=. $(PY)
+
+.PHONY: help demo test lint typecheck bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+
+demo: $(READY)  ## real data through the whole way: source, image, module, kernel, graph, replay, result
+	$(RUN) examples/demo.py
+
+test: $(READY)  ## the test suite; what needs a GPU is skipped where there is none
+	$(RUN) -m pytest -q
+
+lint: $(READY)  ## ruff: style and format
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+typecheck: $(READY)  ## mypy, strict
+	$(RUN) -m mypy
+
+bench: $(READY)  ## host cost of launches and graphs beside their peers (needs a GPU)
+	$(RUN) tests/bench/bench_launch.py
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# CuPy is taken where a GPU is: its arrays are buffers for the tests there.
+$(VENV)/ready: pyproject.toml
+	python3 -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@if ldconfig -p 2>/dev/null | grep -q libcuda.so.1; then \
+	  $(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[cupy]'; fi
+	touch $@

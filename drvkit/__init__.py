@@ -1,0 +1,51 @@
+"""drvkit: CUDA modules, launches and explicit graphs in the driver's own terms.
+
+The way of the data, file by file: source -> build -> module -> graph -> replay. Importing this loads no driver.
+"""
+
+from .attributes import AccessPolicyWindow, Attributes, ProgrammaticEvent
+from .build import Cache, CompileError, Image, build
+from .device import Device, Event, Stream
+from .driver import DriverError
+from .graph import Condition, Edge, Graph, GraphError
+from .lifetime import ClosedError, Live, live
+from .memory import Buffer, MemoryPool
+from .module import Kernel, Launch, Module
+from .node import Node, Port, WaitValue, WriteValue
+from .replay import Exec
+from .signature import ArgumentError
+from .source import Source
+
+__all__ = [
+    "AccessPolicyWindow",
+    "ArgumentError",
+    "Attributes",
+    "Buffer",
+    "Cache",
+    "ClosedError",
+    "CompileError",
+    "Condition",
+    "Device",
+    "DriverError",
+    "Edge",
+    "Event",
+    "Exec",
+    "Graph",
+    "GraphError",
+    "Image",
+    "Kernel",
+    "Launch",
+    "Live",
+    "MemoryPool",
+    "Module",
+    "Node",
+    "Port",
+    "ProgrammaticEvent",
+    "Source",
+    "Stream",
+    "WaitValue",
+    "WriteValue",
+    "build",
+    "live",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,405 @@
+"""Devices, streams and events.
+
+A `Device` stands for one GPU and its primary context, which CuPy and the CUDA runtime share. A `Stream` remembers what
+its pending work may still touch, so that a kernel's buffers, arrays and module stay alive until the work is done even
+if the caller drops them at once.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from .driver import Driver, open_driver
+from .lifetime import ClosedError, Owned
+
+if TYPE_CHECKING:  # the verbs below that reach further down import when they are called
+    from .build import Image
+    from .memory import Buffer, MemoryPool
+    from .module import Module
+    from .source import Source
+
+__all__ = ["Device", "Event", "Stream"]
+
+HELD_PER_BATCH = 512  # pending references of a stream before it marks them with an event
+
+
+class Context:
+    """A device's primary context; ``with device.context:`` makes it the thread's current one for the block."""
+
+    def __init__(self, driver: Driver, handle: Any) -> None:
+        self.driver, self.handle = driver, handle
+
+    def __enter__(self) -> Context:
+        self.driver.cuCtxPushCurrent(self.handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.driver.cuCtxPopCurrent()
+
+
+class Device:
+    """One device: ``Device("cuda:0")``, ``Device("cuda")`` or ``Device()`` for the first GPU.
+
+    The same name gives the same object. Its primary context becomes current in the thread that makes it first.
+    `DriverError` where there is no driver, `ValueError` where there is no such device.
+    """
+
+    _known: ClassVar[dict[str, Device]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __new__(cls, name: str | None = None) -> Device:
+        match = re.fullmatch(r"([a-z]+)(?::(\d+))?", name or "cuda")
+        if not match:
+            raise ValueError(f"device name {name!r}: wanted 'cuda' or 'cuda:<number>'")
+        kind, ordinal = match[1], int(match[2] or 0)
+        identity = f"{kind}:{ordinal}"
+        with cls._lock:
+            if identity not in cls._known:
+                self = super().__new__(cls)
+                self._open(kind, ordinal, identity)
+                cls._known[identity] = self
+            return cls._known[identity]
+
+    def _open(self, kind: str, ordinal: int, identity: str) -> None:
+        driver = open_driver(kind)
+        count = driver.cuDeviceGetCount()
+        if ordinal >= count:
+            raise ValueError(f"no device {identity!r}: the driver has {count} of kind {kind!r}")
+        self.driver = driver
+        self.ordinal = ordinal
+        self.id = identity  # "cuda:0"
+        self.handle = driver.cuDeviceGet(ordinal)
+        self.context = Context(driver, driver.cuDevicePrimaryCtxRetain(self.handle))
+        self.callback_errors: deque[BaseException] = deque()  # raised by host nodes, told at the next synchronize
+        self._attributes: dict[str, int] = {}
+        self._foreign_streams: dict[int, Stream] = {}
+        self._entered = _Entered()
+        self.enter_thread()
+
+    def enter_thread(self) -> None:
+        """See to it that the calling thread has a current context.
+
+        Some graph calls crash in a thread that never had one. Costs a thread-local read when it has.
+        """
+        if not self._entered.yes:
+            self.driver.cuCtxSetCurrent(self.context.handle)
+            self._entered.yes = True
+
+    # What it is
+
+    @property
+    def name(self) -> str:
+        """The product name, such as ``"NVIDIA H200"``."""
+        text: bytes = self.driver.cuDeviceGetName(128, self.handle)
+        return text.split(b"\0")[0].decode()
+
+    def attribute(self, name: str) -> int:
+        """A device attribute by the manual's name without its prefix: ``dev.attribute("MULTIPROCESSOR_COUNT")``."""
+        if name not in self._attributes:
+            try:
+                attribute = self.driver.CUdevice_attribute.__members__[f"CU_DEVICE_ATTRIBUTE_{name}"]
+            except KeyError:
+                raise ValueError(f"no device attribute CU_DEVICE_ATTRIBUTE_{name}") from None
+            self._attributes[name] = self.driver.cuDeviceGetAttribute(attribute, self.handle)
+        return self._attributes[name]
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        return self.attribute("COMPUTE_CAPABILITY_MAJOR"), self.attribute("COMPUTE_CAPABILITY_MINOR")
+
+    @property
+    def arch(self) -> str:
+        """What kernels are compiled for: ``"sm_90a"``. From 9.0 on with the features of exactly this architecture."""
+        major, minor = self.compute_capability
+        return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+    @property
+    def multiprocessors(self) -> int:
+        return self.attribute("MULTIPROCESSOR_COUNT")
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Free and total device memory, in bytes."""
+        with self.context:
+            free, total = self.driver.cuMemGetInfo()
+        return int(free), int(total)
+
+    # What it makes
+
+    def stream(self, *, priority: int = 0) -> Stream:
+        """A new stream. It does not wait for the legacy default stream, nor is it waited for."""
+        return Stream(self, priority=priority)
+
+    def event(self, *, timing: bool = True) -> Event:
+        return Event(self, timing=timing)
+
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike) -> Buffer:
+        """Device memory of ``shape`` and ``dtype``, its contents undefined."""
+        from .memory import Buffer
+
+        return Buffer.empty(self, shape, dtype)
+
+    def zeros(self, shape: int | Sequence[int], dtype: DTypeLike) -> Buffer:
+        """Device memory of ``shape`` and ``dtype``, every byte 0."""
+        return self.empty(shape, dtype).fill_bytes(0)
+
+    def array(self, values: ArrayLike, dtype: DTypeLike | None = None) -> Buffer:
+        """A copy of host ``values`` in device memory, complete when this returns."""
+        host = np.ascontiguousarray(values, dtype)
+        return self.empty(np.shape(values), host.dtype).copy_from(host.reshape(np.shape(values)))
+
+    def pinned(self, shape: int | Sequence[int], dtype: DTypeLike) -> Buffer:
+        """Page-locked host memory that the device can reach; ``.host`` is its numpy view."""
+        from .memory import Buffer
+
+        return Buffer.pinned(self, shape, dtype)
+
+    def pool(self, *, release_threshold_bytes: int = 0) -> MemoryPool:
+        """A stream-ordered memory pool; it keeps up to ``release_threshold_bytes`` of freed memory for reuse."""
+        from .memory import MemoryPool
+
+        return MemoryPool(self, release_threshold_bytes=release_threshold_bytes)
+
+    def module(self, source: str | Source | Image, names: Sequence[str] = (), *, options: Sequence[str] = ()) -> Module:
+        """The kernels of a source (found in ``cuda_src`` by name, or a `Source`), or of a built `Image`.
+
+        ``names`` are template instantiations to compile together, such as ``"scale<float>"``; others are compiled when
+        `Module.kernel` asks for them.
+        """
+        from .module import Module
+
+        return Module(self, source, names, options=options)
+
+    # Waiting
+
+    def synchronize(self) -> None:
+        """Wait for all work on the device. Raises what failed, or what a host node of a graph raised."""
+        with self.context:
+            self.driver.cuCtxSynchronize()
+        self.raise_callback_error()
+
+    def raise_callback_error(self) -> None:
+        if self.callback_errors:
+            raise self.callback_errors.popleft()
+
+    def as_stream(self, stream: Any) -> Stream:
+        """``stream`` as a `Stream`: one of ours as it is, a foreign one by ``__cuda_stream__`` (CuPy, PyTorch, ...)."""
+        if isinstance(stream, Stream):
+            if stream.device is not self:
+                raise ValueError(f"stream {stream.name} belongs to {stream.device.id}, not to {self.id}")
+            return stream
+        protocol = getattr(stream, "__cuda_stream__", None)
+        if protocol is None:
+            raise TypeError(f"wanted a stream (drvkit's, or any with __cuda_stream__), got {type(stream).__name__}")
+        pair = protocol() if callable(protocol) else protocol
+        address = int(pair[1])
+        if address not in self._foreign_streams:
+            self._foreign_streams[address] = Stream._borrow(self, address)
+        return self._foreign_streams[address]
+
+    def __repr__(self) -> str:
+        return f"<Device {self.id}>"
+
+    def __reduce__(self) -> tuple[type[Device], tuple[str]]:
+        return Device, (self.id,)
+
+
+class _Entered(threading.local):
+    yes = False
+
+
+class Capturing:
+    """A capture that is going on: the streams that take part, and what the work queued there refers to."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self.references: list[object] = []
+
+    def join(self, stream: Stream) -> None:
+        if stream.capturing is not self:
+            stream._capture_in(self)
+            self.streams.append(stream)
+
+    def end(self) -> tuple[object, ...]:
+        """The streams are as they were; gives the references."""
+        for stream in self.streams:
+            stream._capture_in(None)
+        references = tuple(self.references)
+        self.streams.clear()
+        self.references.clear()
+        return references
+
+
+class Event(Owned):
+    """A point in a stream's work; with ``timing``, also the time at which the device reached it."""
+
+    kind = "event"
+
+    def __init__(self, device: Device, *, timing: bool = True) -> None:
+        self.device, self.timing = device, timing
+        self.capturing: Capturing | None = None  # it was recorded while its stream was captured
+        driver = device.driver
+        flags = driver.CUevent_flags
+        with device.context:
+            handle = driver.cuEventCreate(flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING)
+        self._own(handle, partial(driver.cuEventDestroy, handle))
+
+    def record(self, stream: Any) -> Event:
+        """Reached when the work that ``stream`` has now is done."""
+        stream = self.device.as_stream(stream)
+        self.device.driver.cuEventRecord(self.handle, stream.handle)
+        self.capturing = stream.capturing
+        stream.hold(self.box)
+        return self
+
+    @property
+    def done(self) -> bool:
+        """Whether the device has reached it; true for an event that was never recorded."""
+        code = self.device.driver.api.cuEventQuery(self.handle)[0]
+        if code and code.name != "CUDA_ERROR_NOT_READY":
+            raise self.device.driver.error("cuEventQuery", code)
+        return not code
+
+    def synchronize(self) -> None:
+        """Wait until the device has reached it."""
+        self.device.driver.cuEventSynchronize(self.handle)
+        self.device.raise_callback_error()
+
+    def elapsed_ms(self, end: Event) -> float:
+        """Milliseconds of device time from this event to ``end``; both must have been reached."""
+        for event in (self, end):
+            if not event.timing:
+                raise ValueError(f"event {event.name} was made with timing=False")
+        return float(self.device.driver.cuEventElapsedTime(self.handle, end.handle))
+
+
+class Stream(Owned):
+    """A queue of device work, done in order.
+
+    Everything that pending work may touch is held until the stream has passed it: released by `synchronize`, by
+    `close` (which waits), and, for a stream that is never synchronized, batch by batch.
+    """
+
+    kind = "stream"
+
+    def __init__(self, device: Device, *, priority: int = 0) -> None:
+        driver = device.driver
+        with device.context:
+            handle = driver.cuStreamCreateWithPriority(driver.CUstream_flags.CU_STREAM_NON_BLOCKING, priority)
+        self._begin(device)
+        self._own(handle, partial(_destroy_stream, driver, handle, self._ledger, self._batches))
+
+    def _begin(self, device: Device) -> None:
+        self.device = device
+        self.capturing: Capturing | None = None
+        self._ledger: list[object] = []  # what work may touch that no event marks yet
+        self._batches: deque[tuple[Event, list[object]]] = deque()  # what it touched before each event
+        self.pending: list[object] | None = self._ledger  # where to add to: launches do so directly; None when closed
+        self.newest: object = None  # the newest of ``pending``, so that replays of one thing need not add it again
+
+    def _capture_in(self, capturing: Capturing | None) -> None:
+        """While a stream is captured its work is not in flight, but in a graph: that holds the references."""
+        self.capturing = capturing
+        if self.pending is not None:
+            self.pending = self._ledger if capturing is None else capturing.references
+        self.newest = None
+
+    @classmethod
+    def _borrow(cls, device: Device, address: int) -> Stream:
+        self = cls.__new__(cls)
+        self._begin(device)
+        self._own(device.driver.CUstream(address), None, f"{address:#x} (foreign)")
+        return self
+
+    def hold(self, thing: object) -> None:
+        """Keep ``thing`` alive until the work that the stream has now, and is given next, is done."""
+        if self.newest is thing:
+            return
+        if self.pending is None:
+            raise ClosedError(f"{self.info} is closed")
+        self.pending.append(thing)
+        self.newest = thing
+        if len(self.pending) > HELD_PER_BATCH:
+            self.settle()
+
+    def settle(self) -> None:
+        """Mark what is pending with an event; let go of the batches whose event was reached."""
+        if self.capturing is not None:
+            return
+        while self._batches and self._batches[0][0].done:
+            self._batches.popleft()[0].close()
+        event = Event(self.device, timing=False)
+        self.device.driver.cuEventRecord(event.handle, self.handle)
+        self._batches.append((event, self._ledger[:]))
+        self._forget()
+
+    def _forget(self) -> None:
+        del self._ledger[:]
+        self.newest = None
+
+    @property
+    def done(self) -> bool:
+        """Whether all of its work is done."""
+        code = self.device.driver.api.cuStreamQuery(self.handle)[0]
+        if code and code.name != "CUDA_ERROR_NOT_READY":
+            raise self.device.driver.error("cuStreamQuery", code)
+        return not code
+
+    def synchronize(self) -> None:
+        """Wait for all of its work. Raises what failed there, or what a host node of a graph raised."""
+        self.device.driver.cuStreamSynchronize(self.handle)
+        self._let_go()
+        self.device.raise_callback_error()
+
+    def _let_go(self) -> None:
+        while self._batches:
+            self._batches.popleft()[0].close()
+        self._forget()
+
+    def wait(self, event: Event) -> None:
+        """Later work of this stream starts after ``event``; one that a capture recorded takes this stream into it."""
+        self.device.driver.cuStreamWaitEvent(self.handle, event.handle, 0)
+        if event.capturing is not None and event.capturing.streams:
+            event.capturing.join(self)
+        self.hold(event.box)
+
+    def record(self, event: Event | None = None) -> Event:
+        """Record ``event`` (a new one with timing if none is given) after the work so far."""
+        return (event or Event(self.device)).record(self)
+
+    def close(self) -> None:
+        """Wait for its work, then destroy it. A foreign stream is left alone; only what it held is let go."""
+        if not self.closed:
+            self.synchronize()
+            self.device._foreign_streams.pop(int(self.handle), None)
+            self.pending = self.newest = None
+        super().close()
+
+    def __exit__(self, *exc: object) -> None:
+        if exc[0] is None:
+            self.close()
+        else:  # the block's own error is the one to tell
+            self.pending = self.newest = None
+            super().close()
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, int(self.handle)
+
+
+def _destroy_stream(
+    driver: Driver, handle: Any, ledger: list[object], batches: deque[tuple[Event, list[object]]]
+) -> None:
+    """Destroying a stream does not stop its work: wait, so that what it holds outlives that."""
+    if ledger or batches:
+        driver.cuStreamSynchronize(handle)
+    while batches:
+        batches.popleft()[0].close()
+    del ledger[:]
+    driver.cuStreamDestroy(handle)

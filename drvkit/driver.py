@@ -1,0 +1,157 @@
+"""The one door to the driver: the only file that imports ``cuda.bindings``.
+
+`Driver` has the names of the driver API. Calling one checks its result code and gives what is left of the result:
+nothing, one value, or a tuple. Enums and structs pass through as they are::
+
+    driver = open_driver("cuda")
+    stream = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+
+Whatever goes wrong (a result code, no libcuda, a function that this driver does not have) is a `DriverError` that
+names the call, the code and its meaning.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+RAW_VERSION = 13000  # CUDA version of the C prototypes that `Driver.raw` callers are written against
+
+__all__ = ["Driver", "DriverError", "Nvrtc", "open_driver", "open_nvrtc"]
+
+
+class DriverError(RuntimeError):
+    """A call through the door failed.
+
+    Attributes:
+        call: the function, as the manual names it (``cuMemAlloc``).
+        code: the result code's name (``CUDA_ERROR_OUT_OF_MEMORY``), ``NO_LIBRARY`` where the shared library is
+            missing, ``NO_FUNCTION`` where the library or the bindings lack the function.
+        meaning: what the code means, in words.
+    """
+
+    def __init__(self, call: str, code: str, meaning: str) -> None:
+        self.call, self.code, self.meaning = call, code, meaning
+        super().__init__(f"{call}: {code}: {meaning}")
+
+    def __reduce__(self) -> tuple[type[DriverError], tuple[str, str, str]]:
+        return type(self), (self.call, self.code, self.meaning)
+
+
+class _Door:
+    """A bindings module whose functions are checked; made attribute by attribute, on first use."""
+
+    prefix: str  # what the names of its functions begin with
+    library: str  # what has to be installed for them to work
+
+    def __init__(self, api: ModuleType) -> None:
+        self.api = api
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            member = getattr(self.api, name)
+        except AttributeError:
+            raise DriverError(name, "NO_FUNCTION", f"{self.api.__name__} has no such name") from None
+        if name.startswith(self.prefix) and name[len(self.prefix) : len(self.prefix) + 1].isupper():
+            member = self._checked(name, member)
+        self.__dict__[name] = member  # found directly from now on
+        return member
+
+    def _checked(self, name: str, function: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            try:
+                result = function(*args)
+            except RuntimeError as error:  # how the bindings say that a library or a symbol is missing
+                raise self._missing(name, error) from None
+            if result[0]:  # the zero of every result enum is success
+                raise self.error(name, result[0])
+            return result[1] if len(result) == 2 else result[1:] or None
+
+        call.__name__ = call.__qualname__ = name
+        return call
+
+    def _missing(self, name: str, error: RuntimeError) -> DriverError:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        if type(error).__name__ == "FunctionNotFoundError" or re.search(r'Function "\w+" not found', reason):
+            return DriverError(name, "NO_FUNCTION", f"this {self.library} does not have it ({reason})")
+        return DriverError(name, "NO_LIBRARY", f"{self.library} was not found ({reason})")
+
+    def error(self, call: str, code: Any) -> DriverError:
+        """The error that stands for a result code other than success."""
+        raise NotImplementedError
+
+
+class Driver(_Door):
+    """The driver API for one kind of device.
+
+    ``kind`` is the device kind it drives, as in ``"cuda:0"``. A second driver (the CPU device) is a second module
+    with the names and signatures of ``cuda.bindings.driver``, reusing its enums and structs.
+    """
+
+    prefix = "cu"
+    library = "libcuda (NVIDIA's driver)"
+
+    def __init__(self, kind: str, api: ModuleType) -> None:
+        super().__init__(api)
+        self.kind = kind
+        self.capture_broken_by: DriverError | None = None  # the newest call refused because a stream was capturing
+
+    def error(self, call: str, code: Any) -> DriverError:
+        """The `DriverError` for a result code, given as the enum or as the number that a raw function returned."""
+        try:
+            code = self.api.CUresult(code)
+        except ValueError:
+            return DriverError(call, str(code), "a result code that these bindings do not know")
+        status, text = self.api.cuGetErrorString(code)
+        meaning = text.decode() if not status and text else "no description"
+        error = DriverError(call, code.name, meaning)
+        if code.name.startswith("CUDA_ERROR_STREAM_CAPTURE"):
+            self.capture_broken_by = error
+        return error
+
+    @cache  # noqa: B019 - a driver lives as long as the process
+    def raw(self, name: str, parameters: int) -> Callable[..., int]:
+        """The C function itself, for the few calls whose host cost counts or whose outputs the bindings drop.
+
+        It takes ``parameters`` integers, addresses or ``ctypes.byref`` and returns the result code as an int, which
+        the caller must check. It releases the GIL: a launch may wait for a host callback that needs it.
+        """
+        code, address, _ = self.api.cuGetProcAddress(name.encode(), RAW_VERSION, 0)
+        if code or not address:
+            raise DriverError(name, "NO_FUNCTION", f"this {self.library} does not have it")
+        return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * parameters)(int(address))
+
+
+class Nvrtc(_Door):
+    """NVRTC, the run-time compiler, through the same kind of door."""
+
+    prefix = "nvrtc"
+    library = "libnvrtc (package nvidia-cuda-nvrtc)"
+
+    def error(self, call: str, code: Any) -> DriverError:
+        status, text = self.api.nvrtcGetErrorString(code)
+        return DriverError(call, code.name, text.decode() if not status and text else "no description")
+
+
+@cache
+def open_driver(kind: str = "cuda") -> Driver:
+    """The driver for a device kind; ``cuInit`` is done. `DriverError` where it cannot be used here."""
+    if kind != "cuda":
+        raise ValueError(f"no driver for device kind {kind!r}; there is 'cuda'")
+    from cuda.bindings import driver as api
+
+    driver = Driver(kind, api)
+    driver.cuInit(0)
+    return driver
+
+
+@cache
+def open_nvrtc() -> Nvrtc:
+    """The run-time compiler. The library itself is looked for at the first call."""
+    from cuda.bindings import nvrtc as api
+
+    return Nvrtc(api)

@@ -1,0 +1,799 @@
+"""Graphs, built node by node.
+
+Every verb of a `Graph` adds one node and gives it back; ``after=`` says what the node waits for. Nothing is inferred:
+without ``after`` a node waits for nothing. The bodies of conditional nodes are graphs with the same verbs.
+
+Source: CUDA Driver API, "Graph Management".
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack
+
+from numpy.typing import DTypeLike
+
+from . import show
+from .attributes import Attributes, encode, held
+from .device import Capturing, Device, Event, Stream
+from .driver import DriverError
+from .lifetime import CaptureScope, ClosedError, Owned
+from .memory import Buffer, copy_params, fill_params, view_of
+from .module import Kernel, Module
+from .node import (
+    PORTS,
+    After,
+    AllocNode,
+    BatchMemOpNode,
+    CapturedNode,
+    ChildNode,
+    ConditionalNode,
+    EmptyNode,
+    EventRecordNode,
+    EventWaitNode,
+    FreeNode,
+    HostCallback,
+    HostNode,
+    KernelNode,
+    MemcpyNode,
+    MemsetNode,
+    Node,
+    Port,
+    WaitValue,
+    WriteValue,
+    mem_op_params,
+)
+from .signature import UNFIT, ArgumentError
+
+if TYPE_CHECKING:
+    from .replay import Exec
+
+__all__ = ["After", "Condition", "Edge", "Graph", "GraphError"]
+
+_N = TypeVar("_N", bound=Node)
+
+# What a conditional node's body may hold; the driver refuses the rest with no more than "invalid argument".
+BODY_KINDS = ("kernel", "memcpy", "memset", "empty", "child", "conditional")
+
+
+class GraphError(RuntimeError):
+    """A graph, node or exec cannot do what was asked; the message names them."""
+
+
+class Edge(NamedTuple):
+    """``target`` waits for ``source``, or only for the named port of it."""
+
+    source: Node
+    target: Node
+    port: str = "full"
+
+
+class Condition:
+    """The value that a conditional node tests on the device.
+
+    Kernels set it: pass it for a parameter of type ``cudaGraphConditionalHandle`` and call
+    ``cudaGraphSetConditional(handle, value)``; or use `Graph.set_condition`. It is ``default`` at every launch, or,
+    without a default, undefined until it is set.
+    """
+
+    def __init__(self, graph: Graph, handle: int, default: int | None, name: str) -> None:
+        self.graph, self.handle, self.default, self.name = weakref.ref(graph), handle, default, name
+        self.root = weakref.ref(graph.root)
+        self.node: str | None = None  # path of the conditional node that tests it
+
+    def __index__(self) -> int:
+        return self.handle
+
+    def __repr__(self) -> str:
+        return f"<Condition {self.name}{'' if self.default is None else f' default {self.default}'}>"
+
+
+class Graph(Owned):
+    """A graph definition.
+
+    Args:
+        device: where its nodes run.
+        name: what errors and pictures call it.
+
+    Attributes:
+        root: the outermost graph; itself, unless it is a body or a child.
+        node: the conditional or child node that it is inside of; None for a root.
+    """
+
+    kind = "graph"
+
+    def __init__(self, device: Device, name: str = "graph") -> None:
+        driver = device.driver
+        handle = driver.cuGraphCreate(0)
+        self._begin(device, None, "")
+        self._own(handle, partial(driver.cuGraphDestroy, handle), name)
+
+    def _begin(self, device: Device, parent: Node | None, label: str) -> None:
+        self.device = device
+        self.label = label
+        self._ref = weakref.ref(self)
+        self._add_kernel = device.driver.api.cuGraphAddKernelNode
+        self._parent = weakref.ref(parent) if parent is not None else None
+        self._nodes: dict[str, Node] = {}
+        self._numbered = 0
+        self._broken: str | None = None
+        self._modules: list[Module] = []  # of ready-made kernels
+
+    @classmethod
+    def _inside(cls, node: Node, label: str, handle: Any, name: str, owner: object) -> Graph:
+        """The graph inside of a node: its life is the driver's business, which ``owner`` carries on."""
+        self = cls.__new__(cls)
+        self._begin(node.graph.device, node, label)
+        self._own(handle, None, name, owner)
+        return self
+
+    # Where it is, and what is in it
+
+    @property
+    def node(self) -> Node | None:
+        if self._parent is None:
+            return None
+        node = self._parent()
+        if node is None:
+            raise ClosedError(f"the graph around {self.info} is gone")
+        return node
+
+    @property
+    def root(self) -> Graph:
+        node = self.node
+        return self if node is None else node.graph.root
+
+    @property
+    def path(self) -> str:
+        """What stands before the names of its nodes: ``""`` for a root, ``"branch/then/"`` for a body."""
+        node = self.node
+        return "" if node is None else f"{node.path}/{self.label}/" if self.label else f"{node.path}/"
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Its nodes in the order in which they were added; those of bodies and children are in there."""
+        return tuple(self._nodes.values())
+
+    def __getitem__(self, path: str) -> Node:
+        """A node by its name; inside of others by path: ``graph["branch/then/inc"]``."""
+        node = self._nodes.get(path)
+        if node is None:
+            for name, outer in self._nodes.items():
+                for label, body in outer.bodies.items():
+                    prefix = f"{name}/{label}/" if label else f"{name}/"
+                    if path.startswith(prefix):
+                        return body[path[len(prefix) :]]
+            raise GraphError(f"graph {self.name!r} has no node {path!r}; it has {', '.join(self._nodes) or 'none'}")
+        return node
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, path: str) -> bool:
+        try:
+            self[path]
+        except GraphError:
+            return False
+        return True
+
+    def walk(self) -> Iterator[Node]:
+        """All nodes, those of bodies and children behind the node that they are in."""
+        for node in self._nodes.values():
+            yield node
+            for body in node.bodies.values():
+                yield from body.walk()
+
+    @property
+    def handle(self) -> Any:
+        """The raw ``CUgraph``."""
+        if self._broken:
+            raise GraphError(self._broken)
+        return super().handle
+
+    # Kernels
+
+    def kernel(
+        self,
+        kernel: Kernel,
+        *,
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
+        args: Sequence[Any] = (),
+        after: After = None,
+        name: str | None = None,
+        shared_mem_bytes: int = 0,
+        **attributes: Unpack[Attributes],
+    ) -> KernelNode:
+        """A kernel launch; arguments and configuration as for `Kernel.launch`.
+
+        The values of ``args`` are frozen into the node. What pointers point to is read when it runs.
+        """
+        box = self.box
+        if box is None or self._broken:
+            self.handle  # noqa: B018 - tells why
+            raise AssertionError
+        try:
+            config = kernel._configs[grid, block, shared_mem_bytes] if not attributes else None
+        except (KeyError, TypeError):
+            config = None
+        if config is None:
+            config = kernel.config(grid, block, shared_mem_bytes, attributes)
+        if name is None:
+            name = f"{kernel.name}#{self._numbered}"
+            self._numbered += 1
+        else:
+            self._check_name(name)
+        ports = None
+        if after is None:
+            dependencies, count = None, 0
+        elif after.__class__ is KernelNode and after._graph is self._ref and after.name in self._nodes:
+            dependencies, count = [after.handle], 1
+        else:
+            dependencies, count, ports = self._dependencies(after, name)
+        if kernel.device is not self.device or kernel.signature.takes_handles:
+            self._check_kernel(kernel, args, name)
+        self.device.enter_thread()
+        free = kernel._free_blocks
+        ready = free.pop() if free else kernel._new_block()
+        if ready.node_config is not config:
+            ready.configure_node(config)
+        try:
+            references = kernel.signature.write(args, ready.memory, ready.base, kernel.image_box)
+        except UNFIT:
+            raise kernel.signature.explain(args) from None
+        code, handle = self._add_kernel(box.handle, dependencies, count, ready.node_params)
+        if code:
+            error = kernel.refusal("cuGraphAddKernelNode", code, config)
+            raise GraphError(f"graph {self.root.name!r}: kernel node {self.path + name!r}: {error}") from error
+        node = KernelNode(self._ref, handle, name, references, kernel, config, args, ready.packed)
+        free.append(ready)
+        self._nodes[name] = node
+        if attributes or ports:
+            self._finish_kernel(node, ports)
+        return node
+
+    def _finish_kernel(self, node: KernelNode, ports: list[Port] | None) -> None:
+        driver = self.device.driver
+        attributes = node.config.attributes
+        try:
+            for identity, value in encode(driver, attributes, node=True):
+                try:
+                    driver.cuGraphKernelNodeSetAttribute(node.handle, identity, value)
+                except DriverError as error:
+                    word = identity.name.removeprefix("CU_LAUNCH_ATTRIBUTE_").lower()
+                    raise self._error(f"kernel node {node.path!r} cannot have attribute {word}", error) from error
+                if identity.name.endswith("DEVICE_UPDATABLE_KERNEL_NODE"):
+                    node.device_handle = int(value.deviceUpdatableKernelNode.devNode)
+            node.held += held(attributes)
+            self._add_port_edges(node, ports)
+        except BaseException:
+            self.remove(node)
+            raise
+
+    def _check_kernel(self, kernel: Kernel, args: Sequence[Any], name: str) -> None:
+        if kernel.device is not self.device:
+            raise GraphError(
+                f"graph {self.root.name!r}: kernel node {self.path + name!r}: kernel {kernel.name} is on "
+                f"{kernel.device.id}, the graph on {self.device.id}"
+            )
+        for i, value in enumerate(args):
+            if isinstance(value, Condition) and value.root() is not self.root:
+                parameter = kernel.signature.parameters[i].name if i < len(kernel.signature) else None
+                wanted = f"a condition of graph {self.root.name!r}"
+                raise ArgumentError(kernel.name, i, parameter, wanted, f"{value!r} of another graph")
+
+    def set_condition(
+        self, condition: Condition, flag: Any, *, after: After = None, name: str | None = None
+    ) -> KernelNode:
+        """Set ``condition`` to the value of ``flag`` when the node runs: a device array of one bool or integer."""
+        view = view_of(flag)
+        if view is None or view.nbytes != view.dtype.itemsize:
+            raise TypeError(f"set_condition: flag: wanted a device array of one element, got {flag!r}")
+        types = {"bool": "bool", "int8": "signed char", "uint8": "unsigned char", "int16": "short"}
+        types |= {"uint16": "unsigned short", "int32": "int", "uint32": "unsigned int"}
+        if view.dtype.name not in types:
+            raise TypeError(f"set_condition: flag: wanted a bool or an integer of at most 4 bytes, got {view.dtype}")
+        kernel = self._ready_made("set_condition").kernel(f"set_condition<{types[view.dtype.name]}>")
+        return self.kernel(kernel, grid=1, block=1, args=(condition, flag), after=after, name=name)
+
+    def _ready_made(self, source: str) -> Module:
+        root = self.root
+        if not root._modules:
+            root._modules.append(Module(self.device, source))
+        return root._modules[0]
+
+    # Copies and fills
+
+    def memcpy(self, target: Any, source: Any, *, after: After = None, name: str | None = None) -> MemcpyNode:
+        """Copy ``source`` into ``target`` of the same shape and dtype: Buffers, device arrays, numpy arrays, in any
+        direction. Strided ones become 2-D and 3-D copies. A host array is read or written when the node runs."""
+        driver = self.device.driver
+        params = self._prepare("memcpy", name, copy_params, driver, target, source)
+        if self.label and any(view is None or view.on_host for view in (view_of(target), view_of(source))):
+            raise self._refusal("memcpy", name, "in the body of a conditional node no numpy array can be copied")
+        if params is None:
+            raise self._refusal("memcpy", name, "there is nothing to copy: use empty()")
+        add = driver.cuGraphAddMemcpyNode
+        return self._add("memcpy", name, after, add, (params, self.device.context.handle), MemcpyNode, target, source)
+
+    def memset(self, target: Any, value: Any, *, after: After = None, name: str | None = None) -> MemsetNode:
+        """Set every element of ``target`` to ``value``; what can be filled, `Buffer.fill` says."""
+        fill = self._prepare("memset", name, fill_params, target, value)
+        driver = self.device.driver
+        params = fill.params(driver)
+        add = driver.cuGraphAddMemsetNode
+        return self._add(
+            "memset", name, after, add, (params, self.device.context.handle), MemsetNode, target, value, fill
+        )
+
+    def mem_ops(
+        self, ops: Sequence[WaitValue | WriteValue], *, after: After = None, name: str | None = None
+    ) -> BatchMemOpNode:
+        """Wait for and write single integers in device memory, in order, without a kernel."""
+        driver = self.device.driver
+        label = f"graph {self.root.name!r}: memory operations {name or ''}".rstrip()
+        ops = tuple(ops)
+        params = mem_op_params(driver, self.device.context.handle, ops, label)
+        return self._add(
+            "memory operations", name, after, driver.cuGraphAddBatchMemOpNode, (params,), BatchMemOpNode, ops
+        )
+
+    # Memory that lives inside the graph
+
+    def alloc(
+        self, shape: int | Sequence[int], dtype: DTypeLike, *, after: After = None, name: str | None = None
+    ) -> AllocNode:
+        """Memory that exists from this node on: ``node.buffer``, at the same address on every launch.
+
+        It exists until a `free` node, of this graph or of one launched later; or until the next launch, if the exec is
+        made with ``auto_free``. Nodes that use it must come after the alloc node and before the free node.
+        """
+        driver = self.device.driver
+        outline = Buffer.borrow(self.device, 0, shape, dtype, where="graph")
+        params = driver.CUDA_MEM_ALLOC_NODE_PARAMS()
+        params.poolProps.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        params.poolProps.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        params.poolProps.location.id = self.device.ordinal
+        params.bytesize = max(outline.nbytes, 1)
+        node = self._add("alloc", name, after, driver.cuGraphAddMemAllocNode, (params,), AllocNode, outline)
+        node.buffer = Buffer.borrow(
+            self.device, int(params.dptr), outline.shape, outline.dtype, where="graph", owner=self.box
+        )
+        return node
+
+    def free(self, memory: AllocNode | Buffer, *, after: After = None, name: str | None = None) -> FreeNode:
+        """The end of memory that an alloc node made."""
+        buffer = memory.buffer if isinstance(memory, AllocNode) else memory
+        if not isinstance(buffer, Buffer) or buffer.where != "graph":
+            raise self._refusal("free", name, f"wanted an alloc node or its buffer, got {memory!r}")
+        driver = self.device.driver
+        return self._add("free", name, after, driver.cuGraphAddMemFreeNode, (buffer.address,), FreeNode, buffer)
+
+    # Order, events, the host
+
+    def empty(self, *, after: After = None, name: str | None = None) -> EmptyNode:
+        """Nothing but a place where edges meet."""
+        return self._add("empty", name, after, self.device.driver.cuGraphAddEmptyNode, (), EmptyNode)
+
+    def record(self, event: Event, *, after: After = None, name: str | None = None) -> EventRecordNode:
+        """Record ``event``."""
+        add = self.device.driver.cuGraphAddEventRecordNode
+        return self._add("event record", name, after, add, (event.handle,), EventRecordNode, event)
+
+    def wait(self, event: Event, *, after: After = None, name: str | None = None) -> EventWaitNode:
+        """Wait for ``event``, recorded outside or by another graph."""
+        add = self.device.driver.cuGraphAddEventWaitNode
+        return self._add("event wait", name, after, add, (event.handle,), EventWaitNode, event)
+
+    def host(self, function: Callable[[], Any], *, after: After = None, name: str | None = None) -> HostNode:
+        """Call ``function()`` on a thread of the driver. It must not call CUDA. What it raises is raised by the next
+        synchronize of a stream, an event or the device, and the graph goes on."""
+        label = f"host node {name or getattr(function, '__name__', 'function')!r} of graph {self.root.name!r}"
+        callback = HostCallback(self.device, function, label)
+        driver = self.device.driver
+        return self._add("host", name, after, driver.cuGraphAddHostNode, (callback.params(driver),), HostNode, callback)
+
+    # Graphs inside of graphs
+
+    def child(self, graph: Graph, *, move: bool = False, after: After = None, name: str | None = None) -> ChildNode:
+        """Another graph as one node.
+
+        A clone of it, as it is now: ``graph`` stays as it was and may be used again. With ``move``, itself: ``graph``
+        goes on as a part of this one; only so may it have alloc and free nodes. Conditional nodes cannot be in a child.
+        """
+        driver = self.device.driver
+        if graph.root is self.root:
+            raise self._refusal("child", name, f"graph {graph.name!r} is part of graph {self.root.name!r}")
+        if graph.node is not None:
+            raise self._refusal("child", name, f"graph {graph.name!r} is inside of another graph")
+        source = graph.handle
+        if move:
+
+            def add(into: Any, dependencies: Any, count: int) -> Any:
+                params = driver.CUgraphNodeParams()
+                params.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH
+                params.graph.graph = source
+                params.graph.ownership = driver.CUgraphChildGraphNodeOwnership.CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE
+                return driver.cuGraphAddNode(into, dependencies, None, count, params)
+
+            node = self._add("child", name, after, add, (), ChildNode)
+            graph._moved_into(self, node)
+            node.inner = graph
+        else:
+            node = self._add("child", name, after, driver.cuGraphAddChildGraphNode, (source,), ChildNode)
+            inside = driver.cuGraphChildGraphNodeGetGraph(node.handle)
+            node.inner = Graph._inside(node, "", inside, graph.name, (self.box, graph.box))
+            node.inner._adopt_clone(graph)
+        return node
+
+    def _moved_into(self, parent: Graph, node: ChildNode) -> None:
+        """From now on the parent destroys it."""
+        assert self.box is not None
+        box = self.box
+        box.disown()
+        self._parent = weakref.ref(node)
+        self._own(box.handle, None, self.name, (parent.box, box))
+
+    def _adopt_clone(self, original: Graph) -> dict[Node, Node]:
+        """Fill it with nodes like those of ``original``, of which its handle is a clone."""
+        driver = self.device.driver
+        pairs: dict[Node, Node] = {}
+        for name, node in original._nodes.items():
+            handle = driver.cuGraphNodeFindInClone(node.handle, self.handle)
+            twin = _copied(node, self._ref, handle)
+            self._nodes[name] = pairs[node] = twin
+            if isinstance(node, ChildNode) and isinstance(twin, ChildNode):
+                inside = driver.cuGraphChildGraphNodeGetGraph(handle)
+                twin.inner = Graph._inside(twin, "", inside, node.inner.name, (self.box, node.inner.box))
+                pairs |= twin.inner._adopt_clone(node.inner)
+        self._numbered = original._numbered
+        self._modules = original.root._modules
+        return pairs
+
+    def clone(self, name: str | None = None) -> tuple[Graph, dict[Node, Node]]:
+        """A copy of it, and which node of the copy stands for which of its own.
+
+        `GraphError` for a graph with alloc, free or conditional nodes, which the driver cannot clone.
+        """
+        driver = self.device.driver
+        for node in self.walk():
+            if isinstance(node, AllocNode | FreeNode | ConditionalNode):
+                raise GraphError(
+                    f"graph {self.name!r} cannot be cloned: {node.kind} node {node.path!r} exists only once"
+                )
+        handle = driver.cuGraphClone(self.handle)
+        copy = Graph.__new__(Graph)
+        copy._begin(self.device, None, "")
+        copy._own(handle, partial(driver.cuGraphDestroy, handle), name or f"{self.name} (clone)")
+        return copy, copy._adopt_clone(self)
+
+    def condition(self, default: int | None = None, name: str | None = None) -> Condition:
+        """A value for one conditional node of this very graph to test, ``default`` at every launch."""
+        driver = self.device.driver
+        if default is not None and not 0 <= default < 1 << 32:
+            raise ValueError(f"graph {self.root.name!r}: condition default: wanted 0..2**32-1, got {default!r}")
+        flags = 0 if default is None else driver.CU_GRAPH_COND_ASSIGN_DEFAULT
+        handle = driver.cuGraphConditionalHandleCreate(self.handle, self.device.context.handle, default or 0, flags)
+        name = name or f"condition{self._numbered}"
+        self._numbered += 1
+        return Condition(self, int(handle), default, name)
+
+    def if_(self, condition: Condition, *, after: After = None, name: str | None = None) -> Graph:
+        """A body that runs if ``condition`` is not 0. ``body.node`` is the node."""
+        return self._conditional("if", "IF", ("then",), condition, after, name)[0]
+
+    def if_else(self, condition: Condition, *, after: After = None, name: str | None = None) -> tuple[Graph, Graph]:
+        """Two bodies: the first runs if ``condition`` is not 0, the second if it is."""
+        yes, no = self._conditional("if-else", "IF", ("then", "else"), condition, after, name)
+        return yes, no
+
+    def while_(self, condition: Condition, *, after: After = None, name: str | None = None) -> Graph:
+        """A body that runs as long as ``condition`` is not 0, tested before each turn; it must set it."""
+        return self._conditional("while", "WHILE", ("body",), condition, after, name)[0]
+
+    def switch(
+        self, condition: Condition, count: int, *, after: After = None, name: str | None = None
+    ) -> tuple[Graph, ...]:
+        """``count`` bodies, of which that runs whose index ``condition`` is; none if there is no such body."""
+        if not isinstance(count, int) or count < 1:
+            raise self._refusal("conditional", name, f"switch: wanted at least one body, got {count!r}")
+        return self._conditional("switch", "SWITCH", tuple(map(str, range(count))), condition, after, name)
+
+    def _conditional(
+        self,
+        variety: str,
+        word: str,
+        labels: tuple[str, ...],
+        condition: Condition,
+        after: After,
+        name: str | None,
+    ) -> tuple[Graph, ...]:
+        driver = self.device.driver
+        if not isinstance(condition, Condition):
+            raise self._refusal("conditional", name, f"wanted a condition of graph.condition(), got {condition!r}")
+        if condition.graph() is not self:
+            place = "the graph that the conditional node is in"
+            raise self._refusal("conditional", name, f"{condition.name} was made by another graph; make it by {place}")
+        if condition.node is not None:
+            raise self._refusal("conditional", name, f"{condition.name} is tested by node {condition.node!r} already")
+        params = driver.CUgraphNodeParams()
+        params.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+        params.conditional.handle = driver.CUgraphConditionalHandle(condition.handle)
+        params.conditional.type = driver.CUgraphConditionalNodeType.__members__[f"CU_GRAPH_COND_TYPE_{word}"]
+        params.conditional.size = len(labels)
+        params.conditional.ctx = self.device.context.handle
+
+        def add(into: Any, dependencies: Any, count: int) -> Any:
+            return driver.cuGraphAddNode(into, dependencies, None, count, params)
+
+        node = self._add("conditional", name, after, add, (), ConditionalNode, condition, variety)
+        condition.node = node.path
+        for label, handle in zip(labels, params.conditional.phGraph_out, strict=True):
+            node.bodies[label] = Graph._inside(node, label, handle, f"{self.root.name}:{node.path}/{label}", self.box)
+        return tuple(node.bodies.values())
+
+    # Capture
+
+    @contextmanager
+    def capture(
+        self, stream: Any, *, after: After = None, mode: str = "thread_local", name: str = "captured"
+    ) -> Iterator[Stream]:
+        """What the block queues on ``stream``, by whatever library, becomes nodes of this graph::
+
+            with graph.capture(stream):
+                with cupy.cuda.ExternalStream(int(stream.handle)):
+                    cupy.multiply(x, 2, out=y)
+
+        The first of them wait for ``after``. They are called ``name#0``, ``name#1``, ...
+
+        Args:
+            mode: what else may be called meanwhile (``CUstreamCaptureMode``): with ``"global"`` no thread may call what
+                is unsafe during a capture (allocate, free, wait for the device), with ``"thread_local"`` this thread
+                may not, with ``"relaxed"`` anything goes that does not touch the capture itself.
+
+        Raises:
+            GraphError: a forbidden call ended the capture; it is named. The driver then discards the whole graph.
+        """
+        driver = self.device.driver
+        stream = self.device.as_stream(stream)
+        if self.node is not None and isinstance(self.node, ChildNode):
+            raise GraphError(f"capture: graph {self.name!r} is a child of another graph")
+        dependencies, count, ports = self._dependencies(after, name)
+        if ports:
+            raise GraphError(f"capture into graph {self.root.name!r}: after= takes nodes, not ports")
+        try:
+            mode_value = driver.CUstreamCaptureMode.__members__[f"CU_STREAM_CAPTURE_MODE_{mode.upper()}"]
+        except KeyError:
+            raise ValueError(f"capture mode: wanted global, thread_local or relaxed, got {mode!r}") from None
+        before = {int(handle) for handle in self._driver_nodes()}
+        capturing = Capturing()
+        driver.capture_broken_by = None
+        with self.device.context, CaptureScope():
+            driver.cuStreamBeginCaptureToGraph(stream.handle, self.handle, dependencies, None, count, mode_value)
+            capturing.join(stream)
+            failure: BaseException | None = None
+            try:
+                yield stream
+            except BaseException as error:
+                failure = error
+            references = capturing.end()
+            code = driver.api.cuStreamEndCapture(stream.handle)[0]
+        if code:
+            breaker = driver.capture_broken_by
+            cause = (
+                f"{breaker}" if breaker else f"{type(failure).__name__}: {failure}" if failure else "a forbidden call"
+            )
+            end = driver.error("cuStreamEndCapture", code)
+            self._broken = f"graph {self.root.name!r} was discarded by the driver: its capture was ended by {cause}"
+            if self.box is not None:
+                self.box.disown()  # it is destroyed already
+            raise GraphError(f"{self._broken} ({end})") from failure
+        for handle in self._driver_nodes():
+            if int(handle) not in before:
+                self._adopt_captured(handle, name, references)
+        if failure is not None:
+            failure.add_note(f"raised while capturing into graph {self.root.name!r}; what was captured so far is in it")
+            raise failure
+
+    def _driver_nodes(self) -> list[Any]:
+        driver = self.device.driver
+        _, count = driver.cuGraphGetNodes(self.handle)
+        return list(driver.cuGraphGetNodes(self.handle, count)[0]) if count else []
+
+    def _adopt_captured(self, handle: Any, name: str, references: tuple[object, ...]) -> None:
+        kind = self.device.driver.cuGraphNodeGetType(handle).name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
+        kind = {"graph": "child", "mem_alloc": "alloc", "mem_free": "free"}.get(kind, kind.replace("_", " "))
+        self._add_node(CapturedNode(self._ref, handle, self._name(name, None), kind, references))
+
+    # Edges
+
+    def edges(self) -> list[Edge]:
+        """Its edges, as the driver has them."""
+        driver = self.device.driver
+        _, _, _, count = driver.cuGraphGetEdges(self.handle)
+        if not count:
+            return []
+        sources, targets, data, _ = driver.cuGraphGetEdges(self.handle, count)
+        by_handle = {int(node.handle): node for node in self._nodes.values()}
+        ports = {number: name for name, number in PORTS.items()}
+        return [
+            Edge(by_handle[int(a)], by_handle[int(b)], ports.get(int(d.from_port), str(d.from_port)))
+            for a, b, d in zip(sources[:count], targets[:count], data[:count], strict=True)
+        ]
+
+    def add_edge(self, source: Node | Port, target: Node) -> None:
+        """``target`` waits for ``source``, or for a port of it."""
+        self._change_edge("add", "cuGraphAddDependencies", source, target)
+
+    def remove_edge(self, source: Node | Port, target: Node) -> None:
+        """``target`` no longer waits for ``source``."""
+        self._change_edge("remove", "cuGraphRemoveDependencies", source, target)
+
+    def _change_edge(self, verb: str, call: str, source: Node | Port, target: Node) -> None:
+        driver = self.device.driver
+        node, port = (source.node, source.name) if isinstance(source, Port) else (source, "full")
+        self._own_node(node, "edge")
+        self._own_node(target, "edge")
+        try:
+            getattr(driver, call)(self.handle, [node.handle], [target.handle], [_edge_data(driver, port)], 1)
+        except DriverError as error:
+            what = f"cannot {verb} the edge from {node.path!r} ({port}) to {target.path!r}"
+            raise self._error(what, error) from error
+
+    def remove(self, node: Node) -> None:
+        """Take a node and its edges out."""
+        self._own_node(node, "remove")
+        self.device.driver.cuGraphDestroyNode(node.handle)
+        del self._nodes[node.name]
+
+    # Making and showing it
+
+    def instantiate(
+        self,
+        *,
+        auto_free: bool = False,
+        device_launch: bool = False,
+        use_node_priority: bool = False,
+        upload: Any = None,
+    ) -> Exec:
+        """Make it executable.
+
+        Args:
+            auto_free: free at a launch what the launch before it allocated and did not free.
+            device_launch: kernels may launch it.
+            use_node_priority: nodes run at their own priorities, not at the stream's.
+            upload: a stream on which to bring it to the device now, rather than at the first launch.
+
+        `GraphError` names the node that cannot be instantiated.
+        """
+        from .replay import Exec
+
+        return Exec(
+            self, auto_free=auto_free, device_launch=device_launch, use_node_priority=use_node_priority, upload=upload
+        )
+
+    def __str__(self) -> str:
+        return show.text(self)
+
+    def dot(self) -> str:
+        """It as Graphviz DOT, with names, parameters and nested bodies."""
+        return show.dot(self)
+
+    def __repr__(self) -> str:
+        state = " broken" if self._broken else " closed" if self.closed else ""
+        return f"<Graph {self.name!r} on {self.device.id}, {len(self._nodes)} nodes{state}>"
+
+    # What the verbs share
+
+    def _add(
+        self,
+        kind: str,
+        name: str | None,
+        after: After,
+        add: Callable[..., Any],
+        params: tuple[Any, ...],
+        node_type: Callable[..., _N],
+        *details: Any,
+    ) -> _N:
+        if self.box is None or self._broken:
+            self.handle  # noqa: B018 - tells why
+        name = self._name(kind, name)
+        if kind not in BODY_KINDS and self.label:
+            allowed = ", ".join(BODY_KINDS)
+            raise self._refusal(kind, name, f"the body of a conditional node may hold {allowed} nodes only")
+        dependencies, count, ports = self._dependencies(after, name)
+        self.device.enter_thread()
+        try:
+            handle = add(self.handle, dependencies, count, *params)
+        except DriverError as error:
+            raise self._error(f"cannot add {kind} node {self.path + name!r}", error) from error
+        node = node_type(self._ref, handle, name, *details)
+        self._add_node(node)
+        if ports:
+            try:
+                self._add_port_edges(node, ports)
+            except BaseException:
+                self.remove(node)
+                raise
+        return node
+
+    def _add_node(self, node: Node) -> None:
+        self._nodes[node.name] = node
+
+    def _name(self, kind: str, name: str | None) -> str:
+        if name is None:
+            self._numbered += 1
+            return f"{kind}#{self._numbered - 1}"  # no name that was given has a #
+        self._check_name(name)
+        return name
+
+    def _check_name(self, name: str) -> None:
+        if name.__class__ is not str or not name or "/" in name or "#" in name:
+            raise GraphError(f"graph {self.root.name!r}: a node's name is text without '/' and '#', not {name!r}")
+        if name in self._nodes:
+            raise GraphError(f"graph {self.root.name!r} has a node {self.path + name!r} already")
+
+    def _dependencies(self, after: After, name: str) -> tuple[list[Any] | None, int, list[Port]]:
+        """Handles of the nodes to wait for, and the ports, which take edges of their own."""
+        if after is None:
+            return None, 0, []
+        handles: dict[int, Any] = {}
+        ports: list[Port] = []
+        for item in after if isinstance(after, Iterable) and not isinstance(after, Port | Mapping) else (after,):
+            node = item.node if isinstance(item, Port) else item
+            if not isinstance(node, Node):
+                hint = "; the node of a body is body.node" if isinstance(node, Graph) else ""
+                raise self._refusal("", name, f"after: wanted nodes, got {item!r}{hint}")
+            if node._graph is not self._ref:
+                raise self._refusal("", name, f"it cannot wait for {node!r}, which is in another graph")
+            if self._nodes.get(node.name) is not node:
+                raise GraphError(f"graph {self.root.name!r}: node {node.name!r} was removed")
+            if isinstance(item, Port) and item.name != "full":
+                ports.append(item)
+            else:
+                handles[id(node)] = node.handle
+        return list(handles.values()), len(handles), ports
+
+    def _add_port_edges(self, node: Node, ports: list[Port] | None) -> None:
+        for port in ports or ():
+            self.add_edge(port, node)
+
+    def _own_node(self, node: Node, verb: str) -> None:
+        if not isinstance(node, Node) or self._nodes.get(node.name) is not node:
+            raise GraphError(f"graph {self.root.name!r}: {verb}: {node!r} is no node of it")
+
+    def _prepare(self, kind: str, name: str | None, make: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return make(*args)
+        except (TypeError, ValueError) as error:
+            error.add_note(f"graph {self.root.name!r}: {kind} node {name or ''}".rstrip())
+            raise
+
+    def _refusal(self, kind: str, name: str | None, why: str) -> GraphError:
+        what = f"{kind} node".lstrip()
+        return GraphError(f"graph {self.root.name!r}: {what} {self.path + (name or '?')!r}: {why}")
+
+    def _error(self, what: str, error: DriverError) -> GraphError:
+        return GraphError(f"graph {self.root.name!r}: {what}: {error}")
+
+
+def _edge_data(driver: Any, port: str) -> Any:
+    data = driver.CUgraphEdgeData()
+    data.from_port = PORTS[port]
+    if port == "programmatic":
+        data.type = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+    return data
+
+
+def _copied(node: _N, graph: weakref.ref[Graph], handle: Any) -> _N:
+    """A node like ``node`` with another handle in another graph."""
+    twin = node.__class__.__new__(node.__class__)
+    for cls in node.__class__.__mro__:
+        for slot in getattr(cls, "__slots__", ()):
+            if slot not in ("__weakref__", "inner") and hasattr(node, slot):
+                setattr(twin, slot, getattr(node, slot))
+    twin._graph, twin.handle = graph, handle
+    return twin

@@ -1,0 +1,147 @@
+"""Who owns a driver object, and until when.
+
+The driver's handle and the duty to release it live in a `Box`. What users hold (`Owned`) refers to a box, and so does
+everything that may still use the handle: a graph's node, an exec, a launch in flight. ``close()`` lets go of the
+user's reference and refuses further use; the handle is released when the last reference is gone. What a release needs
+holds the parents' boxes, so the order of destruction follows from the references and needs no thought.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+__all__ = ["Box", "ClosedError", "Live", "Owned", "live"]
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+class ClosedError(RuntimeError):
+    """An object was used after it was closed."""
+
+
+class Live(NamedTuple):
+    """One driver object that exists now."""
+
+    kind: str  # "buffer", "stream", "module", ...
+    name: str
+    made_at: str  # "file.py:12", the first line outside drvkit
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name} (made at {self.made_at})"
+
+
+_live: dict[int, Live] = {}
+_serial = itertools.count(1)
+_capturing = threading.local()  # .depth: captures that this thread has open
+_parked: list[Callable[[], Any]] = []  # releases that came while it had
+
+
+def live() -> list[Live]:
+    """The driver objects that exist now, oldest first: empty once everything is closed and nothing is in flight.
+
+    Devices are not counted: their primary contexts last as long as the process.
+    """
+    return list(_live.values())
+
+
+def caller() -> str:
+    """``file:line`` of the innermost frame outside this package."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+class CaptureScope:
+    """While a thread captures a stream, what it drops is released afterwards.
+
+    A release frees memory or waits for the device; inside a capture either would end the capture. The garbage
+    collector does not know that, so it must not decide it.
+    """
+
+    def __enter__(self) -> None:
+        _capturing.depth = getattr(_capturing, "depth", 0) + 1
+
+    def __exit__(self, *_: object) -> None:
+        _capturing.depth -= 1
+        while not _capturing.depth and _parked:
+            _parked.pop()()
+
+
+def _release(serial: int, release: Callable[[], Any]) -> None:
+    if getattr(_capturing, "depth", 0):
+        _parked.append(partial(_release, serial, release))
+        return
+    _live.pop(serial, None)
+    release()
+
+
+class Box:
+    """A driver handle; ``release`` gives it back when the last reference to the box is gone, or at exit.
+
+    ``owner`` is what must outlive the handle.
+    """
+
+    __slots__ = ("__weakref__", "_finalizer", "_serial", "handle", "owner")
+
+    def __init__(self, handle: Any, release: Callable[[], Any] | None, info: Live, owner: object = None) -> None:
+        self.handle, self.owner = handle, owner
+        self._finalizer = None
+        if release is not None:  # else it is somebody else's
+            self._serial = next(_serial)
+            _live[self._serial] = info
+            self._finalizer = weakref.finalize(self, _release, self._serial, release)
+
+    def disown(self) -> None:
+        """Somebody else releases the handle from now on."""
+        if self._finalizer is not None and self._finalizer.detach():
+            _live.pop(self._serial, None)
+
+
+class Owned:
+    """Base of what users hold and close."""
+
+    kind = "object"
+    box: Box | None = None
+    info: Live
+
+    def _own(self, handle: Any, release: Callable[[], Any] | None, name: str = "", owner: object = None) -> None:
+        """Take ``handle`` over. ``release`` must not refer to ``self``; None borrows the handle."""
+        self.info = Live(self.kind, name or f"{int(handle):#x}", caller())
+        self.box = Box(handle, release, self.info, owner)
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def closed(self) -> bool:
+        return self.box is None
+
+    @property
+    def handle(self) -> Any:
+        """The raw driver value."""
+        if self.box is None:
+            raise ClosedError(f"{self.info} is closed")
+        return self.box.handle
+
+    def close(self) -> None:
+        """Refuse further use, and release it: now, or as soon as nothing uses it any more. Closing twice is fine."""
+        self.box = None
+
+    def __enter__(self) -> Self:
+        self.handle  # noqa: B018 - refuses a closed one
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}{' closed' if self.closed else ''}>"

@@ -1,0 +1,472 @@
+"""Executable graphs: launched again and again, and changed between launches by the names of their nodes.
+
+An `Exec` keeps what its graph had when it was made, and everything that was put into it since, until it is closed and
+its last launch is done. What a change can be, the driver says: values and sizes, not the structure.
+
+Source: CUDA Driver API, "Graph Management" (``cuGraphInstantiateWithParams``, ``cuGraphExec*SetParams``,
+``cuGraphExecUpdate``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from .attributes import dim3
+from .device import Event, Stream
+from .driver import DriverError
+from .graph import Graph, GraphError
+from .lifetime import Box, ClosedError, Owned
+from .memory import copy_params, fill_params, holder
+from .module import Block, Config, Kernel
+from .node import (
+    BatchMemOpNode,
+    CapturedNode,
+    ChildNode,
+    EventRecordNode,
+    EventWaitNode,
+    HostCallback,
+    HostNode,
+    KernelNode,
+    MemcpyNode,
+    MemsetNode,
+    Node,
+    WaitValue,
+    WriteValue,
+    mem_op_params,
+)
+from .signature import UNFIT
+
+__all__ = ["Exec", "ExecKernelNode", "ExecNode"]
+
+
+class _UpdateInfo(ctypes.Structure):
+    """``CUgraphExecUpdateResultInfo``, which the bindings do not give back when an update fails."""
+
+    _fields_ = [
+        ("result", ctypes.c_int),
+        ("error_node", ctypes.c_void_p),
+        ("error_from_node", ctypes.c_void_p),
+    ]
+
+
+class Exec(Owned):
+    """A graph made executable by `Graph.instantiate`."""
+
+    kind = "exec"
+
+    def __init__(
+        self, graph: Graph, *, auto_free: bool, device_launch: bool, use_node_priority: bool, upload: Any
+    ) -> None:
+        device, driver = graph.device, graph.device.driver
+        self.device, self.graph = device, graph
+        flags = driver.CUgraphInstantiate_flags
+        params = driver.CUDA_GRAPH_INSTANTIATE_PARAMS()
+        params.flags = sum(
+            int(flag)
+            for wanted, flag in (
+                (auto_free, flags.CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH),
+                (device_launch, flags.CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH),
+                (use_node_priority, flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY),
+                (upload is not None, flags.CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD),
+            )
+            if wanted
+        )
+        stream = device.as_stream(upload) if upload is not None else None
+        if stream is not None:
+            params.hUploadStream = stream.handle
+        nodes = tuple(graph.walk())
+        with device.context:
+            try:
+                handle = driver.cuGraphInstantiateWithParams(graph.handle, params)
+            except DriverError as error:
+                raise _instantiate_error(graph, nodes, params, error) from error
+        # What launches may touch. It is only ever added to: a launch in flight may still use what was replaced.
+        self._kept: dict[int, object] = {id(node): node for node in nodes}
+        owner = (graph.box, self._kept)
+        self._own(handle, partial(_destroy, driver.cuGraphExecDestroy, handle, owner), graph.name, owner)
+        self._launch = driver.api.cuGraphLaunch
+        self._exec_nodes: dict[str, ExecNode] = {}
+        if stream is not None:
+            stream.hold(self.box)
+
+    def launch(self, stream: Any) -> None:
+        """Queue one run of it on ``stream``. Runs of one exec follow each other, on whatever streams."""
+        if stream.__class__ is not Stream or stream.device is not self.device:
+            stream = self.device.as_stream(stream)
+        box = self.box
+        if box is None:
+            raise ClosedError(f"{self.info} is closed")
+        if stream.newest is not box:
+            stream.hold(box)
+        code = self._launch(box.handle, stream.box.handle)[0]
+        if code:
+            error = self.device.driver.error("cuGraphLaunch", code)
+            raise GraphError(f"exec of graph {self.name!r}: {error}") from error
+
+    def upload(self, stream: Any) -> None:
+        """Bring it to the device ahead of its first launch."""
+        stream = self.device.as_stream(stream)
+        self.device.driver.cuGraphUpload(self.handle, stream.handle)
+        stream.hold(self.box)
+
+    def time_ms(self, stream: Any, launches: int = 1) -> float:
+        """Mean time of a launch on the device, in milliseconds, by events around ``launches`` of them. Waits."""
+        if launches < 1:
+            raise ValueError(f"time_ms: wanted at least one launch, got {launches}")
+        stream = self.device.as_stream(stream)
+        with Event(self.device) as start, Event(self.device) as end:
+            start.record(stream)
+            for _ in range(launches):
+                self.launch(stream)
+            end.record(stream)
+            stream.synchronize()
+            return start.elapsed_ms(end) / launches
+
+    # Changing it
+
+    def __getitem__(self, path: str) -> Any:
+        """The node of that name (``"branch/then/inc"`` inside of others), to be changed for the launches to come."""
+        node = self._exec_nodes.get(path)
+        if node is None:
+            if self.box is None:
+                raise ClosedError(f"{self.info} is closed")
+            node = self._exec_nodes[path] = self._exec_node(path)
+        return node
+
+    def _exec_node(self, path: str) -> ExecNode:
+        definition = self.graph[path]
+        if id(definition) not in self._kept:
+            raise GraphError(f"exec of graph {self.name!r} was made before node {path!r} was added")
+        kind = _EXEC_NODES.get(type(definition), ExecNode)
+        return kind(self, definition, path)
+
+    def update(self, graph: Graph) -> None:
+        """Take over all parameters of ``graph``, which must have the same structure.
+
+        `GraphError` names the node that differs and how; the exec is then as it was.
+        """
+        driver = self.device.driver
+        info = _UpdateInfo()
+        with self.device.context:
+            code = driver.raw("cuGraphExecUpdate", 3)(int(self.handle), int(graph.handle), ctypes.byref(info))
+        if code:
+            raise self._update_error(graph, driver.error("cuGraphExecUpdate", code), info)
+        for node in graph.walk():
+            self._kept[id(node)] = node
+        self._kept[id(graph.box)] = graph.box
+        twins = {node.path: node for node in graph.walk()}
+        for path, exec_node in self._exec_nodes.items():
+            exec_node._take(twins.get(path))
+
+    def _update_error(self, graph: Graph, error: DriverError, info: _UpdateInfo) -> GraphError:
+        driver = self.device.driver
+        names = {int(node.handle): node.path for g in (self.graph, graph) for node in g.walk()}
+        try:
+            reason = driver.CUgraphExecUpdateResult(info.result).name.removeprefix("CU_GRAPH_EXEC_UPDATE_ERROR_")
+        except ValueError:
+            reason = str(info.result)
+        culprits = [names.get(handle) for handle in (info.error_node, info.error_from_node) if handle]
+        where = f" at node {' from '.join(repr(name or '?') for name in culprits)}" if culprits else ""
+        what = _UPDATE_REASONS.get(reason, reason.lower().replace("_", " "))
+        return GraphError(
+            f"exec of graph {self.name!r} cannot take over graph {graph.name!r}{where}: {what} ({error.code}, {reason})"
+        )
+
+    def close(self) -> None:
+        """Refuse further use; it is destroyed when its last launch is done, and then lets go of what it kept."""
+        super().close()
+        for node in self._exec_nodes.values():
+            node._box = None
+        self._exec_nodes.clear()
+
+
+def _destroy(destroy: Callable[[Any], Any], handle: Any, owner: object) -> None:
+    """``owner`` is passed to outlive the handle."""
+    destroy(handle)
+
+
+_UPDATE_REASONS = {
+    "TOPOLOGY_CHANGED": "the structure differs",
+    "NODE_TYPE_CHANGED": "the kind of node differs",
+    "FUNCTION_CHANGED": "the kernel differs in a way that an exec cannot take over",
+    "PARAMETERS_CHANGED": "a parameter differs that an exec cannot take over",
+    "NOT_SUPPORTED": "this kind of node cannot be updated",
+    "UNSUPPORTED_FUNCTION_CHANGE": "the kernel differs in a way that an exec cannot take over",
+    "ATTRIBUTES_CHANGED": "an attribute differs that an exec cannot take over",
+}
+
+
+def _instantiate_error(graph: Graph, nodes: Sequence[Node], params: Any, error: DriverError) -> GraphError:
+    culprit = int(params.hErrNode_out or 0)
+    path = next((node.path for node in nodes if int(node.handle) == culprit), None)
+    where = f" at node {path!r}" if path else ""
+    reason = getattr(params.result_out, "name", str(params.result_out)).removeprefix("CUDA_GRAPH_INSTANTIATE_")
+    hint = ""
+    if error.code == "CUDA_ERROR_NOT_SUPPORTED" and any(node.kind in ("conditional", "alloc") for node in nodes):
+        hint = "; a graph with conditional or alloc nodes can have one exec at a time: close the other one"
+    return GraphError(f"graph {graph.name!r} cannot be instantiated{where}: {error} ({reason}){hint}")
+
+
+class ExecNode:
+    """A node of an exec."""
+
+    def __init__(self, exec_: Exec, node: Node, path: str) -> None:
+        self.node = node
+        self.path = path
+        self.device = exec_.device
+        self._exec_name = exec_.name
+        self._box: Box | None = exec_.box
+        self._kept = exec_._kept
+        self._take(node)
+
+    def _take(self, node: Node | None) -> None:
+        """Take the parameters of ``node`` as those that the exec has; None: they are not known."""
+
+    def set(self, **changes: Any) -> None:
+        """Change parameters by name, for the launches to come; what is not named stays."""
+        raise self._error(f"a {self.node.kind} node of an exec cannot be changed")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether it does anything. A disabled node is passed as if it were empty."""
+        self._switchable()
+        return bool(self.device.driver.cuGraphNodeGetEnabled(self._handle, self.node.handle))
+
+    def enable(self) -> None:
+        """Let it do its work again."""
+        self._switch(1)
+
+    def disable(self) -> None:
+        """Make it do nothing until `enable`; only kernel, memcpy and memset nodes can be."""
+        self._switch(0)
+
+    def _switch(self, on: int) -> None:
+        self._switchable()
+        self._call("cuGraphNodeSetEnabled", self.node.handle, on)
+
+    def _switchable(self) -> None:
+        if self.node.kind not in ("kernel", "memcpy", "memset"):
+            raise self._error(f"a {self.node.kind} node cannot be disabled; kernel, memcpy and memset nodes can")
+
+    @property
+    def _handle(self) -> Any:
+        if self._box is None:
+            raise ClosedError(f"exec of graph {self._exec_name!r} is closed")
+        return self._box.handle
+
+    def _call(self, name: str, *args: Any) -> None:
+        try:
+            getattr(self.device.driver, name)(self._handle, *args)
+        except DriverError as error:
+            raise self._error(str(error)) from error
+
+    def _keep(self, *things: object) -> None:
+        for thing in things:
+            self._kept[id(thing)] = thing
+
+    def _known(self, changes: dict[str, Any], *names: str) -> list[Any]:
+        """The changes in the order of ``names``; `TypeError` for others."""
+        for name in changes:
+            if name not in names:
+                raise TypeError(
+                    f"{self.node.kind} node {self.path!r}: no parameter {name!r}; there are {', '.join(names)}"
+                )
+        return [changes.get(name) for name in names]
+
+    def _error(self, why: str) -> GraphError:
+        return GraphError(f"exec of graph {self._exec_name!r}: node {self.path!r}: {why}")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.path!r} of graph {self._exec_name!r}>"
+
+
+class ExecKernelNode(ExecNode):
+    """A kernel node of an exec: `set` changes arguments, `configure` everything else."""
+
+    node: KernelNode
+
+    def _take(self, node: Node | None) -> None:
+        if not isinstance(node, KernelNode):
+            self._block: Block | None = None
+            return
+        block = node.kernel._new_block()
+        block.packed = node.packed
+        block.configure_node(node.config)
+        self._use(node.kernel, node.config, block)
+
+    def _use(self, kernel: Kernel, config: Config, block: Block) -> None:
+        self._kernel, self._config, self._block = kernel, config, block
+        self._apply = self.device.driver.api.cuGraphExecKernelNodeSetParams
+        self._node_handle = self.node.handle
+        signature, base = kernel.signature, block.base
+        self._places = {  # name -> where it is in the block's memory, how it is written, whether it is a pointer
+            p.name: (base + p.offset, base + p.offset + p.size, signature.put[p.index], p.is_pointer)
+            for p in signature.parameters
+            if p.name
+        }
+
+    def set(self, **arguments: Any) -> None:
+        """Change arguments by their names in the source: ``exe["double"].set(alpha=4.0)``.
+
+        `ArgumentError` names the one that does not fit; then none is changed.
+        """
+        block, places = self._block, self._places
+        if block is None:
+            raise self._error("its arguments are not known after an update by another graph: use configure(args=...)")
+        memory, before = block.memory, []
+        code = None
+        try:
+            for name, value in arguments.items():
+                start, end, put, is_pointer = places[name]
+                before.append((start, memory[start:end]))
+                put(memory, start, value)
+                if is_pointer:
+                    self._keep(holder(value))
+            code = self._apply(self._handle, self._node_handle, block.node_params)[0]
+        except KeyError:
+            self._kernel.signature.locate(name)  # says what there is
+            raise
+        except UNFIT:
+            self._kernel.signature.value(self._kernel.signature.locate(name), value)  # says what does not fit
+            raise
+        finally:
+            if code != 0:
+                for start, bytes_ in reversed(before):
+                    memory[start : start + len(bytes_)] = bytes_
+        if code:
+            raise self._error(str(self._kernel.refusal("cuGraphExecKernelNodeSetParams", code, self._config)))
+
+    def configure(
+        self,
+        *,
+        kernel: Kernel | None = None,
+        grid: int | tuple[int, ...] | None = None,
+        block: int | tuple[int, ...] | None = None,
+        shared_mem_bytes: int | None = None,
+        args: Sequence[Any] | None = None,
+    ) -> None:
+        """Change the launch: what is left out stays. Another kernel needs all its ``args``."""
+        old = self._config
+        if kernel is None:
+            kernel = self._kernel
+        elif args is None:
+            raise TypeError(f"kernel node {self.path!r}: another kernel needs args=")
+        if self._block is None and args is None:
+            raise self._error("its arguments are not known after an update by another graph: give args=")
+        config = kernel.config(
+            old.grid if grid is None else dim3(grid, f"kernel {kernel.name}: grid"),
+            old.block if block is None else dim3(block, f"kernel {kernel.name}: block"),
+            old.shared_mem_bytes if shared_mem_bytes is None else shared_mem_bytes,
+            old.attributes,
+        )
+        fresh = kernel._new_block()
+        if args is not None:
+            self._keep(*fresh.pack(args))
+        else:
+            assert self._block is not None
+            fresh.packed = self._block.packed
+        fresh.configure_node(config)
+        self._keep(kernel.image_box)
+        self._call("cuGraphExecKernelNodeSetParams", self.node.handle, fresh.node_params)
+        self._use(kernel, config, fresh)
+
+
+class ExecMemcpyNode(ExecNode):
+    """``set(target=..., source=...)``: other memory of the same kind, the same or another extent."""
+
+    def _take(self, node: Node | None) -> None:
+        self._operands = (node.target, node.source) if isinstance(node, MemcpyNode) else (None, None)
+
+    def set(self, **changes: Any) -> None:
+        target, source = self._known(changes, "target", "source")
+        target = self._operands[0] if target is None else target
+        source = self._operands[1] if source is None else source
+        driver = self.device.driver
+        params = copy_params(driver, target, source)
+        if params is None:
+            raise self._error("there is nothing to copy: disable() it")
+        self._keep(holder(target), holder(source))
+        try:
+            driver.cuGraphExecMemcpyNodeSetParams(self._handle, self.node.handle, params, self.device.context.handle)
+        except DriverError as error:
+            limits = "an exec takes 1-D copies only, between the same kinds of memory as before"
+            raise self._error(f"{error}; {limits}") from error
+        self._operands = (target, source)
+
+
+class ExecMemsetNode(ExecNode):
+    """``set(target=..., value=...)``."""
+
+    def _take(self, node: Node | None) -> None:
+        self._operands = (node.target, node.value) if isinstance(node, MemsetNode) else (None, None)
+
+    def set(self, **changes: Any) -> None:
+        target, value = self._known(changes, "target", "value")
+        target = self._operands[0] if target is None else target
+        value = self._operands[1] if value is None else value
+        driver = self.device.driver
+        params = fill_params(target, value).params(driver)
+        self._keep(holder(target))
+        self._call("cuGraphExecMemsetNodeSetParams", self.node.handle, params, self.device.context.handle)
+        self._operands = (target, value)
+
+
+class ExecEventNode(ExecNode):
+    """``set(event=...)``."""
+
+    def set(self, **changes: Any) -> None:
+        (event,) = self._known(changes, "event")
+        if not isinstance(event, Event):
+            raise TypeError(f"{self.node.kind} node {self.path!r}: event: wanted an Event, got {event!r}")
+        self._keep(event.box)
+        verb = "Record" if isinstance(self.node, EventRecordNode) else "Wait"
+        self._call(f"cuGraphExecEvent{verb}NodeSetEvent", self.node.handle, event.handle)
+
+
+class ExecHostNode(ExecNode):
+    """``set(function=...)``."""
+
+    def set(self, **changes: Any) -> None:
+        (function,) = self._known(changes, "function")
+        label = f"host node {self.path!r} of graph {self._exec_name!r}"
+        callback = HostCallback(self.device, function, label)
+        self._keep(callback)
+        self._call("cuGraphExecHostNodeSetParams", self.node.handle, callback.params(self.device.driver))
+
+
+class ExecChildNode(ExecNode):
+    """``set(graph=...)``: the parameters of another graph of the same structure."""
+
+    def set(self, **changes: Any) -> None:
+        (graph,) = self._known(changes, "graph")
+        if not isinstance(graph, Graph):
+            raise TypeError(f"child node {self.path!r}: graph: wanted a Graph, got {graph!r}")
+        self._keep(graph.box, *graph.walk())
+        self._call("cuGraphExecChildGraphNodeSetParams", self.node.handle, graph.handle)
+
+
+class ExecBatchMemOpNode(ExecNode):
+    """``set(ops=...)``: as many operations as before."""
+
+    def set(self, **changes: Any) -> None:
+        (ops,) = self._known(changes, "ops")
+        ops = tuple[WaitValue | WriteValue, ...](ops)
+        params = mem_op_params(self.device.driver, self.device.context.handle, ops, f"node {self.path!r}")
+        self._keep(*(op.buffer.box for op in ops))
+        self._call("cuGraphExecBatchMemOpNodeSetParams", self.node.handle, params)
+
+
+_EXEC_NODES: dict[type[Node], type[ExecNode]] = {
+    KernelNode: ExecKernelNode,
+    MemcpyNode: ExecMemcpyNode,
+    MemsetNode: ExecMemsetNode,
+    EventRecordNode: ExecEventNode,
+    EventWaitNode: ExecEventNode,
+    HostNode: ExecHostNode,
+    ChildNode: ExecChildNode,
+    BatchMemOpNode: ExecBatchMemOpNode,
+    CapturedNode: ExecNode,
+}

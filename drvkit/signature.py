@@ -1,0 +1,630 @@
+"""Kernel signatures, and arguments checked and packed against them.
+
+The type of each parameter comes from the kernel's mangled name (which the compiler made), from the declaration in the
+source where the name is not mangled (``extern "C"``), or from a declaration that the caller gives. Sizes and offsets
+come from the driver, out of the compiled kernel, and must agree. So a Python number always has a C type to become, and
+a buffer a pointee to be compared with; what does not fit is an `ArgumentError` before the driver sees it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import re
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import itanium_demangler
+import ml_dtypes
+import numpy as np
+
+from .memory import Buffer, pointee, view_of
+
+__all__ = ["UNFIT", "ArgumentError", "Arguments", "CType", "Parameter", "Signature"]
+
+
+class ArgumentError(TypeError):
+    """A value that a kernel's parameter cannot take.
+
+    Attributes:
+        kernel: the kernel's name.
+        position: index into ``args``; None if the number of arguments is wrong.
+        name: the parameter's name in the source, or None.
+        wanted, got: in words.
+    """
+
+    def __init__(self, kernel: str, position: int | None, name: str | None, wanted: str, got: str) -> None:
+        self.kernel, self.position, self.name, self.wanted, self.got = kernel, position, name, wanted, got
+        place = "" if position is None else f" args[{position}]" + (f" {name!r}" if name else "")
+        super().__init__(f"kernel {kernel}:{place} wanted {wanted}, got {got}")
+
+    def __reduce__(self) -> tuple[type[ArgumentError], tuple[Any, ...]]:
+        return type(self), (self.kernel, self.position, self.name, self.wanted, self.got)
+
+
+# C++ types
+
+_SCALARS: dict[str, np.dtype[Any]] = {
+    "bool": np.dtype(np.bool_),
+    "char": np.dtype(np.int8),
+    "signed char": np.dtype(np.int8),
+    "unsigned char": np.dtype(np.uint8),
+    "short": np.dtype(np.int16),
+    "unsigned short": np.dtype(np.uint16),
+    "int": np.dtype(np.int32),
+    "unsigned int": np.dtype(np.uint32),
+    "long": np.dtype(np.int64),
+    "unsigned long": np.dtype(np.uint64),
+    "long long": np.dtype(np.int64),
+    "unsigned long long": np.dtype(np.uint64),
+    "float": np.dtype(np.float32),
+    "double": np.dtype(np.float64),
+    "__half": np.dtype(np.float16),
+    "__nv_bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "__nv_fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "__nv_fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "__nv_fp8_e8m0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "__nv_fp4_e2m1": np.dtype(ml_dtypes.float4_e2m1fn),
+}
+
+_ALIASES = {
+    "unsigned": "unsigned int",
+    "signed": "int",
+    "signed int": "int",
+    "short int": "short",
+    "unsigned short int": "unsigned short",
+    "long int": "long",
+    "unsigned long int": "unsigned long",
+    "long long int": "long long",
+    "unsigned long long int": "unsigned long long",
+    "int8_t": "signed char",
+    "uint8_t": "unsigned char",
+    "int16_t": "short",
+    "uint16_t": "unsigned short",
+    "int32_t": "int",
+    "uint32_t": "unsigned int",
+    "int64_t": "long",
+    "uint64_t": "unsigned long",
+    "size_t": "unsigned long",
+    "ptrdiff_t": "long",
+    "intptr_t": "long",
+    "uintptr_t": "unsigned long",
+    "half": "__half",
+    "nv_bfloat16": "__nv_bfloat16",
+    "half2": "__half2",
+    "nv_bfloat162": "__nv_bfloat162",
+    "cudaGraphConditionalHandle": "unsigned long long",
+}
+
+_VECTORS: dict[str, tuple[np.dtype[Any], int]] = {"__half2": (_SCALARS["__half"], 2)}
+_VECTORS["__nv_bfloat162"] = (_SCALARS["__nv_bfloat16"], 2)
+for _short, _name in (
+    *((f"{u}{n}", f"{'unsigned ' if u else ''}{n}") for n in ("char", "short", "int", "long") for u in ("", "u")),
+    *(("longlong", "long long"), ("ulonglong", "unsigned long long"), ("float", "float"), ("double", "double")),
+):
+    for _lanes in (1, 2, 3, 4):
+        _VECTORS[f"{_short}{_lanes}"] = (_SCALARS[_name], _lanes)
+
+
+@dataclass(frozen=True)
+class CType:
+    """A parameter's type, as far as packing needs it: a named type behind some pointers."""
+
+    base: str  # "float", "__half", "dk::Args"; canonical for what is known
+    pointers: int = 0
+    const: bool = False  # of what the outermost pointer points to
+
+    def __str__(self) -> str:
+        return f"{'const ' if self.const else ''}{self.base}{'*' * self.pointers}"
+
+    @property
+    def dtype(self) -> np.dtype[Any] | None:
+        """The numpy dtype of ``base``, if there is one."""
+        return _SCALARS.get(self.base)
+
+    @property
+    def size(self) -> int | None:
+        """In bytes; None for types that only the compiler knows."""
+        if self.pointers:
+            return 8
+        if self.base in _VECTORS:
+            dtype, lanes = _VECTORS[self.base]
+            return dtype.itemsize * lanes
+        return self.dtype.itemsize if self.dtype is not None else None
+
+    @classmethod
+    def parse(cls, text: str) -> CType:
+        """A type as written in C++: ``"const float* __restrict__"``, ``"unsigned"``, ``"dk::Args"``."""
+        text = re.sub(
+            r"\b(__restrict__|__restrict|restrict|volatile|struct|__grid_constant__|std::|cuda::std::)", " ", text
+        )
+        head, star, _ = text.partition("*")
+        const = bool(star) and bool(re.search(r"\bconst\b", head))
+        words = re.sub(r"\bconst\b", " ", head).split()
+        order = {"unsigned": 0, "signed": 0, "short": 1, "long": 1, "int": 2, "char": 2}
+        if words and all(word in order for word in words):
+            words.sort(key=order.__getitem__)
+        base = " ".join(words)
+        if not base or not re.fullmatch(r"[\w:<>, ]+", base):
+            raise ValueError(f"not a parameter type: {text.strip()!r}")
+        return cls(_ALIASES.get(base, base), text.count("*"), const)
+
+    @classmethod
+    def demangled(cls, node: Any) -> CType:
+        """A type from the demangler's syntax tree."""
+        pointers, const = 0, False
+        while True:
+            if node.kind == "cv_qual":
+                const = "const" in node.qual if pointers == 1 else const
+                node = node.value
+            elif node.kind == "pointer":
+                pointers += 1
+                node = node.value
+            else:
+                base = str(node)
+                return cls(_ALIASES.get(base, base), pointers, const)
+
+
+def mangled_types(symbol: str) -> list[CType] | None:
+    """Parameter types out of a mangled name; None if it is not mangled or says something that is not understood."""
+    try:
+        tree = itanium_demangler.parse(symbol)
+    except Exception:  # the parser has no error of its own: it fails with whatever it stumbles over
+        return None
+    if tree is None or tree.kind != "func":
+        return None
+    types = [CType.demangled(node) for node in tree.arg_tys]
+    return [] if types == [CType("void")] else types
+
+
+def declared_types(texts: Sequence[str]) -> list[CType] | None:
+    """Parameter types as declared; None if one is written in a way that only a compiler reads."""
+    try:
+        return [CType.parse(text) for text in texts]
+    except ValueError:
+        return None
+
+
+def kernel_label(symbol: str) -> str:
+    """What people call the kernel: ``scale<float>`` for ``_Z5scaleIfEvPKT_PS0_if``."""
+    try:
+        tree = itanium_demangler.parse(symbol)
+        return str(tree.name) if tree is not None and tree.kind == "func" else symbol
+    except Exception:
+        return symbol
+
+
+# Parameters
+
+_ML_FORMAT = {1: "B", 2: "H"}  # as bits: struct does not know these types
+_FORMAT = {("b", 1): "?", ("f", 2): "e", ("f", 4): "f", ("f", 8): "d"}
+_FORMAT |= {("i", 1): "b", ("i", 2): "h", ("i", 4): "i", ("i", 8): "q"}
+_FORMAT |= {("u", 1): "B", ("u", 2): "H", ("u", 4): "I", ("u", 8): "Q"}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a compiled kernel."""
+
+    index: int
+    type: CType | None  # None where nothing but the size is known
+    name: str | None
+    offset: int  # bytes, in the packed block
+    size: int
+
+    @cached_property
+    def is_pointer(self) -> bool:
+        """Whether it may be one: it is declared so, or nothing but its size is known."""
+        return self.type.pointers > 0 if self.type is not None else self.size == 8
+
+    @property
+    def written(self) -> bool:
+        """Whether the kernel may write through it: a pointer to what is not const."""
+        return self.type is not None and self.is_pointer and not self.type.const
+
+    def __str__(self) -> str:
+        return f"{self.type or f'{self.size} bytes'}{f' {self.name}' if self.name else ''}"
+
+    def unpack(self, raw: bytes) -> Any:
+        """The value in packed bytes: a number, an address, or the bytes themselves."""
+        if self.type is not None and not self.type.pointers and self.type.dtype is not None and _is_ml(self.type.dtype):
+            return np.frombuffer(raw, self.type.dtype)[0]
+        return struct.unpack("<" + self.format, raw)[0]
+
+    @property
+    def format(self) -> str:
+        """How `struct` packs the value that the parameter's packer gives."""
+        if self.type is not None:
+            if self.type.pointers:
+                return "Q"
+            dtype = self.type.dtype
+            if dtype is not None:
+                return _ML_FORMAT[dtype.itemsize] if _is_ml(dtype) else _FORMAT[dtype.kind, dtype.itemsize]
+        return f"{self.size}s"
+
+
+def _is_ml(dtype: np.dtype[Any]) -> bool:
+    return hasattr(ml_dtypes, dtype.name)
+
+
+_IN_LINE = {"b": "bool", "i": "int", "u": "int", "f": "float"}  # kind: the class that needs no packer
+
+_Packer = Callable[[Any], Any]  # an argument -> what struct packs; raises _Unfit
+
+
+class _Unfit(Exception):  # noqa: N818 - never leaves this file
+    """An argument does not fit: (wanted, got), in words."""
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Buffer):
+        return repr(value)
+    if isinstance(value, (bool, int, float, complex, str, np.generic)):
+        text = repr(value)
+        return text if text.startswith(("np.", "'")) else f"{type(value).__name__} {text}"
+    shape = getattr(value, "shape", None)
+    dtype = getattr(value, "dtype", None)
+    detail = f" of {dtype}, shape {tuple(shape)}" if shape is not None and dtype is not None else ""
+    return "None" if value is None else f"{type(value).__module__}.{type(value).__name__}{detail}"
+
+
+def _integer_packer(dtype: np.dtype[Any]) -> _Packer:
+    low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+    wanted = f"{dtype.name}, an integer in [{low}, {high}]"
+
+    def integer(value: Any) -> int:
+        if value.__class__ is int:
+            if low <= value <= high:
+                return value
+            raise _Unfit(wanted, _said(value))
+        if isinstance(value, ctypes._SimpleCData):
+            value = value.value
+        if hasattr(value, "getPtr"):  # a handle of the bindings, such as CUgraphConditionalHandle
+            value = int(value)
+        if isinstance(value, (bool, np.bool_, np.ndarray)):
+            raise _Unfit(wanted, _said(value))
+        try:
+            return integer(operator.index(value))
+        except TypeError:
+            raise _Unfit(wanted, _said(value)) from None
+
+    return integer
+
+
+def _float_packer(dtype: np.dtype[Any]) -> _Packer:
+    ml = _is_ml(dtype)
+    limits: Any = (ml_dtypes if ml else np).finfo(dtype)
+    exact = 1 << (limits.nmant + 1)
+
+    def real(value: Any) -> Any:
+        if value.__class__ is not float:
+            if isinstance(value, ctypes._SimpleCData):
+                value = value.value
+            if isinstance(value, (bool, np.bool_, np.ndarray)) or not hasattr(value, "__float__"):
+                raise _Unfit(f"{dtype.name}, a number", _said(value))
+            if isinstance(value, (complex, np.complexfloating)) or hasattr(value, "getPtr"):
+                raise _Unfit(f"{dtype.name}, a number", _said(value))
+            if (
+                isinstance(value, (int, np.integer))
+                and not -exact <= value <= exact
+                and int(dtype.type(value)) != value
+            ):
+                raise _Unfit(f"{dtype.name}, which cannot hold this integer exactly", _said(value))
+            value = float(value)
+        if not ml:
+            return value
+        with np.errstate(all="ignore"):
+            packed = np.asarray(value).astype(dtype)
+        if np.isfinite(value) and not np.isfinite(packed.astype(np.float64)):
+            raise _Unfit(f"{dtype.name}, at most {float(limits.max):g} in size", _said(value))
+        return int(packed.view(f"u{dtype.itemsize}"))
+
+    return real
+
+
+def _bool_packer(value: Any) -> bool:
+    if isinstance(value, ctypes.c_bool):
+        value = value.value
+    if not isinstance(value, (bool, np.bool_)):
+        raise _Unfit("bool", _said(value))
+    return bool(value)
+
+
+def _bytes_packer(size: int, label: str) -> _Packer:
+    """By value, whatever it is: ctypes structures, numpy structured scalars, bytes; anything with a buffer."""
+
+    def whole(value: Any) -> bytes:
+        if not isinstance(value, (Buffer, np.ndarray)):
+            try:
+                data = memoryview(value).cast("B") if not isinstance(value, np.generic) else value.tobytes()
+            except (TypeError, ValueError):
+                data = None
+            if data is not None:
+                if len(data) == size:
+                    return bytes(data)
+                raise _Unfit(f"{label} of {size} bytes, by value", f"{_said(value)} of {len(data)} bytes")
+        hint = "a ctypes structure, a numpy scalar or bytes"
+        raise _Unfit(f"{label} of {size} bytes, by value ({hint})", _said(value))
+
+    return whole
+
+
+def _pointer_packer(ctype: CType, kind: str) -> _Packer:
+    dtypes, align = _pointees(ctype)
+    token = pointee(kind, dtypes[0]) if dtypes else None
+    wanted = f"{ctype}, a device array of {' or '.join(d.name for d in dtypes) if dtypes else 'any dtype'}"
+
+    def pointer(value: Any) -> int:
+        if isinstance(value, Buffer) and value._packs_as is token and value.address % align == 0:
+            return value.address
+        if value is None:
+            return 0
+        if isinstance(value, Buffer):
+            if value.closed:
+                raise _Unfit(wanted, f"{value!r} ({value.allocation.info})")
+            if value.device.driver.kind != kind:
+                raise _Unfit(f"{wanted} on a {kind} device", repr(value))
+        elif isinstance(value, ctypes.c_void_p):
+            return value.value or 0
+        elif hasattr(value, "getPtr") and hasattr(value, "__int__"):  # CUdeviceptr
+            return int(value)
+        view = None if isinstance(value, np.generic) else view_of(value)
+        if view is None:
+            hint = "; a bare address is given as ctypes.c_void_p" if isinstance(value, (int, np.integer)) else ""
+            raise _Unfit(wanted, _said(value) + hint)
+        if view.on_host:
+            raise _Unfit(wanted, f"{_said(value)} in host memory")
+        if dtypes and view.dtype not in dtypes and not (ctype.dtype is None and view.dtype.names):
+            raise _Unfit(wanted, f"{view.dtype} ({_said(value)})")
+        if not view.contiguous:
+            raise _Unfit(f"{wanted}, contiguous", f"strides {view.strides} of shape {view.shape}")
+        if view.address % align:
+            raise _Unfit(f"{wanted}, aligned to {align} bytes", f"address {view.address:#x}")
+        if view.readonly and not ctype.const:
+            raise _Unfit(f"{wanted}, writable", f"read-only {_said(value)}")
+        return view.address
+
+    return pointer
+
+
+def _pointees(ctype: CType) -> tuple[list[np.dtype[Any]], int]:
+    """The dtypes that a pointer may point to, the natural one first (none: any dtype), and the alignment."""
+    if ctype.pointers > 1:
+        return [np.dtype(np.uint64), np.dtype(np.int64)], 8
+    if ctype.base == "void":
+        return [], 1
+    if ctype.base in _VECTORS:
+        dtype, lanes = _VECTORS[ctype.base]
+        dtypes = [dtype]
+        if lanes == 2 and dtype.char in "fd":
+            dtypes.append(np.dtype(f"c{2 * dtype.itemsize}"))
+        return dtypes, min(16, dtype.itemsize * (lanes if lanes != 3 else 1))
+    if ctype.dtype is None:  # a struct: structured dtypes are taken, and raw bytes
+        return [np.dtype(np.uint8)], 1
+    dtype = ctype.dtype
+    dtypes = [dtype]
+    if _is_ml(dtype):  # libraries that cannot name it carry it as unsigned integers or void
+        dtypes += [np.dtype(f"u{dtype.itemsize}"), np.dtype(f"V{dtype.itemsize}")]
+    if ctype.base == "char":
+        dtypes.append(np.dtype(np.uint8))
+    return dtypes, dtype.itemsize
+
+
+def _untyped_packer(size: int) -> _Packer:
+    """Only the size is known: typed values of that size, and device arrays where it is 8."""
+    whole = _bytes_packer(size, "an untyped parameter")
+    pointer = _pointer_packer(CType("void", 1), "cuda")
+
+    def sized(value: Any) -> Any:
+        if size == 8 and (value is None or (not isinstance(value, np.generic) and view_of(value) is not None)):
+            return pointer(value).to_bytes(8, "little")
+        if isinstance(value, (bool, int, float)):
+            raise _Unfit(
+                f"a typed value of {size} bytes (np.int32(...), a Buffer, ...; or declare signature=)", _said(value)
+            )
+        return whole(value)
+
+    return sized
+
+
+def _packer(parameter: Parameter, kind: str) -> _Packer:
+    ctype = parameter.type
+    if ctype is None:
+        return _untyped_packer(parameter.size)
+    if ctype.pointers:
+        return _pointer_packer(ctype, kind)
+    dtype = ctype.dtype
+    if dtype is None:
+        return _bytes_packer(parameter.size, str(ctype))
+    if dtype.kind == "b":
+        return _bool_packer
+    return _integer_packer(dtype) if dtype.kind in "iu" else _float_packer(dtype)
+
+
+UNFIT = (_Unfit, struct.error, OverflowError, ValueError, TypeError)  # what `Signature.write` and ``put`` raise
+
+
+def _expression(p: Parameter, arg: str) -> str:
+    """The value that struct packs for argument ``arg``, in the source of `Signature.write`."""
+    common = None
+    if p.type is not None and p.type.dtype is not None and not _is_ml(p.type.dtype) and not p.type.pointers:
+        common = f"{arg} if {arg}.__class__ is {_IN_LINE[p.type.dtype.kind]}"
+    elif p.type is not None and p.type.dtype is not None and p.type.pointers == 1:
+        common = f"{arg}._address if {arg}.__class__ is Buffer and {arg}._packs_as is token{p.index}"
+    return f"{common} else pack{p.index}({arg})" if common else f"pack{p.index}({arg})"
+
+
+class Signature:
+    """What a kernel takes: ``parameters``, and how values are checked and packed.
+
+    Args:
+        kernel: the name that errors say.
+        types: a type for each parameter, or None where only sizes are known.
+        names: a name for each parameter, or None.
+        layout: (offset, size) in bytes of each parameter in the compiled kernel.
+        kind: the device kind whose memory pointers may point to.
+
+    `ValueError` if types and layout disagree.
+    """
+
+    def __init__(
+        self,
+        kernel: str,
+        types: Sequence[CType] | None,
+        names: Sequence[str] | None,
+        layout: Sequence[tuple[int, int]],
+        kind: str = "cuda",
+    ) -> None:
+        self.kernel = kernel
+        for what, given in (("types", types), ("names", names)):
+            if given is not None and len(given) != len(layout):
+                raise ValueError(
+                    f"kernel {kernel}: {len(given)} parameter {what} ({', '.join(map(str, given))}), "
+                    f"but the compiled kernel takes {len(layout)}"
+                )
+        self.parameters = tuple(
+            Parameter(i, types[i] if types else None, (names[i] or None) if names else None, offset, size)
+            for i, (offset, size) in enumerate(layout)
+        )
+        for parameter in self.parameters:
+            expected = parameter.type.size if parameter.type is not None else None
+            if expected not in (None, parameter.size):
+                raise ValueError(
+                    f"kernel {kernel}: parameter {parameter.index} is {parameter}, {expected} bytes, "
+                    f"but the compiled kernel takes {parameter.size} bytes there"
+                )
+        self.index = {p.name: p.index for p in self.parameters if p.name}
+        self._packers = tuple(_packer(p, kind) for p in self.parameters)
+        self._structs = tuple(struct.Struct("<" + p.format) for p in self.parameters)
+        self.nbytes = max((p.offset + p.size for p in self.parameters), default=0)
+        self.takes_handles = any(p.type == CType("unsigned long long") for p in self.parameters)
+        self._compile(kind)
+
+    def _compile(self, kind: str) -> None:
+        """Make ``write(args, memory, base, first)`` and ``put[i](memory, at, value)``, as dataclasses make methods.
+
+        ``write`` packs all arguments and gives ``first`` and what keeps the memory behind the pointers alive; ``put``
+        packs one. The common case of each parameter is tested in line (a Buffer of the right dtype, an int, a float)
+        and all else goes to its packer: a third of the time of calling the packers one by one, at every launch.
+        What they raise is one of `UNFIT`; `explain` and `value` then say what it was.
+        """
+        names: dict[str, Any] = {"Buffer": Buffer}
+        layout, end = "<", 0
+        puts = []
+        for p, pack in zip(self.parameters, self._packers, strict=True):
+            layout += f"{p.offset - end}x{p.format}"
+            end = p.offset + p.size
+            names[f"pack{p.index}"], names[f"put{p.index}_into"] = pack, self._structs[p.index].pack_into
+            if p.type is not None and p.type.pointers == 1 and p.type.dtype is not None:
+                names[f"token{p.index}"] = pointee(kind, p.type.dtype)
+            puts.append(f"def put{p.index}(memory, at, a): put{p.index}_into(memory, at, {_expression(p, 'a')})")
+        names["pack_into"] = struct.Struct(layout).pack_into
+        targets = "".join(f"a{p.index}, " for p in self.parameters) or "()"
+        packed = "".join(f", {_expression(p, f'a{p.index}')}" for p in self.parameters)
+        holders = "".join(
+            f", a{p.index}.box if a{p.index}.__class__ is Buffer else a{p.index}"
+            for p in self.parameters
+            if p.is_pointer
+        )
+        lines = [
+            "def write(args, memory, base, first):",
+            f"    {targets} = args",
+            f"    pack_into(memory, base{packed})",
+            f"    return (first,{holders})",
+            *puts,
+        ]
+        exec("\n".join(lines), names)
+        self.write: Callable[[Sequence[Any], bytearray, int, object], tuple[object, ...]] = names["write"]
+        self.put: list[Callable[[bytearray, int, Any], None]] = [names[f"put{p.index}"] for p in self.parameters]
+
+    def explain(self, args: Sequence[Any]) -> ArgumentError:
+        """Why ``args`` could not be packed."""
+        try:
+            count = len(args)
+        except TypeError:
+            return ArgumentError(self.kernel, None, None, f"a tuple of arguments {self}", _said(args))
+        if count != len(self.parameters):
+            return ArgumentError(self.kernel, None, None, f"{len(self.parameters)} arguments {self}", str(count))
+        for index, value in enumerate(args):
+            try:
+                self.value(index, value)
+            except ArgumentError as error:
+                return error
+        raise AssertionError(f"kernel {self.kernel}: {args!r} fit one by one but not together")
+
+    def value(self, index: int, value: Any) -> bytes:
+        """One argument in its packed form."""
+        parameter = self.parameters[index]
+        try:
+            return self._structs[index].pack(self._packers[index](value))
+        except _Unfit as unfit:
+            wanted, got = unfit.args
+        except (struct.error, OverflowError):
+            wanted, got = f"{parameter.type}, which is in range", _said(value)
+        raise ArgumentError(self.kernel, index, parameter.name, wanted, got)
+
+    def locate(self, name: str | int) -> int:
+        """The index of a parameter, by its name in the source or by position."""
+        if isinstance(name, int):
+            if 0 <= name < len(self.parameters):
+                return name
+        elif name in self.index:
+            return self.index[name]
+        raise ArgumentError(self.kernel, None, None, f"a parameter of {self}", repr(name))
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.parameters))})"
+
+
+class Arguments:
+    """A block of packed arguments in the form that the driver takes: one address of pointers to values.
+
+    It is made once and written over; its addresses stay.
+    """
+
+    __slots__ = ("_export", "address", "base", "memory", "signature")
+
+    def __init__(self, signature: Signature) -> None:
+        count = len(signature)
+        room = -(-max(signature.nbytes, 1) // 64) * 64
+        self.signature = signature
+        self.memory = bytearray(64 + room + 8 * count)
+        self._export = ctypes.c_char.from_buffer(self.memory)  # while it lives the memory cannot move
+        start = ctypes.addressof(self._export)
+        self.base = -start % 64  # the strictest alignment that a parameter can ask for
+        self.address = start + self.base + room if count else 0  # kernelParams
+        pointers = [start + self.base + p.offset for p in signature.parameters]
+        struct.pack_into(f"<{count}Q", self.memory, self.base + room, *pointers)
+
+    def pack(self, args: Sequence[Any]) -> tuple[object, ...]:
+        """Write all arguments. `ArgumentError` names the one that does not fit.
+
+        Gives what must be held for as long as the kernel may use the memory that the arguments point to.
+        """
+        try:
+            return self.signature.write(args, self.memory, self.base, None)[1:]
+        except UNFIT:
+            raise self.signature.explain(args) from None
+
+    def swap(self, index: int, packed: bytes) -> bytes:
+        """Write one argument in packed form, as `Signature.value` gives it, and give the one that was there."""
+        start = self.base + self.signature.parameters[index].offset
+        end = start + len(packed)
+        before = bytes(self.memory[start:end])
+        self.memory[start:end] = packed
+        return before
+
+    @property
+    def packed(self) -> bytes:
+        """All values as they lie in memory."""
+        return bytes(self.memory[self.base : self.base + self.signature.nbytes])
+
+    @packed.setter
+    def packed(self, values: bytes) -> None:
+        self.memory[self.base : self.base + len(values)] = values

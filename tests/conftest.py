@@ -1,0 +1,163 @@
+"""What all tests share: the device, arrays on it, fresh random numbers, and a look at what each test leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import secrets
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import DTypeLike, NDArray
+
+from drvkit import ops
+from drvkit.device import Device, Stream
+from drvkit.driver import DriverError
+from drvkit.lifetime import live
+from drvkit.memory import Buffer
+
+NO_GPU = ("NO_LIBRARY", "CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_STUB_LIBRARY")
+
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.fixture(scope="session")
+def device() -> Device:
+    """The first GPU. A test that asks for it is skipped where there is none, and for no other reason."""
+    try:
+        return Device("cuda")
+    except DriverError as error:
+        if error.code not in NO_GPU:
+            raise
+        pytest.skip(f"needs a GPU: {error}")
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After a test with a device: no error in its context, and no driver object that was not there before.
+
+    Made before the test's own fixtures, so it looks after they are gone.
+    """
+    if "device" not in request.fixturenames:
+        yield
+        return
+    device: Device = request.getfixturevalue("device")
+    before = Counter(live())
+    yield
+    device.synchronize()
+    if request.node.stash.get(_FAILED, False):
+        return  # its traceback holds its frames, and they what was in them
+    ops.release()
+    gc.collect()
+    left = Counter(live()) - before
+    assert not left, f"left behind: {', '.join(map(str, left.elements()))}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
+    return report
+
+
+@pytest.fixture
+def stream(device: Device) -> Iterator[Stream]:
+    with device.stream() as stream:
+        yield stream
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Random numbers that are new in every run; a test that fails shows the seed."""
+    seed = secrets.randbits(32)
+    print(f"numpy.random.default_rng({seed})")
+    return np.random.default_rng(seed)
+
+
+Values = Callable[[int, Any], NDArray[Any]]
+
+
+@pytest.fixture
+def values(rng: np.random.Generator) -> Values:
+    """``values(n, dtype)``: random ones of every size, among them NaN, infinities, subnormals and both zeros."""
+
+    def values(n: int, dtype: Any) -> NDArray[Any]:
+        dtype = np.dtype(dtype)
+        ordinary = rng.normal(size=n).astype(dtype)
+        any_bits = rng.integers(0, 256, n * dtype.itemsize, np.uint8).view(dtype)
+        special = np.array([0.0, -0.0, np.nan, np.inf, -np.inf] if dtype.kind != "i" else [0, 1, -1], dtype)
+        choice = rng.integers(0, 4, n)
+        mixed: NDArray[Any] = np.select([choice < 2, choice < 3], [ordinary, any_bits], rng.choice(special, n))
+        return mixed.astype(dtype)
+
+    return values
+
+
+class Arrays(Protocol):
+    """Device arrays of one library."""
+
+    def to_device(self, host: NDArray[Any]) -> Any:
+        """A copy of ``host``, complete on return."""
+
+    def full(self, shape: int | tuple[int, ...], dtype: DTypeLike, poison: float) -> Any:
+        """An array that has ``poison`` everywhere."""
+
+    def numpy(self, array: Any) -> NDArray[Any]:
+        """A copy on the host, after all work of the device."""
+
+
+class BufferArrays:
+    """Arrays as `Buffer`; all are closed with it."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.made: list[Buffer] = []
+
+    def to_device(self, host: NDArray[Any]) -> Buffer:
+        self.made.append(self.device.array(host))
+        return self.made[-1]
+
+    def full(self, shape: int | tuple[int, ...], dtype: DTypeLike, poison: float) -> Buffer:
+        return self.to_device(np.full(shape, poison, dtype))
+
+    def numpy(self, array: Buffer) -> NDArray[Any]:
+        return array.numpy()
+
+    def close(self) -> None:
+        for buffer in self.made:
+            buffer.close()
+
+
+class CuPyArrays:
+    """Arrays as `cupy.ndarray`. CuPy cannot name bfloat16: it is carried as uint16, which no test uses as such."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.cupy = pytest.importorskip("cupy", reason="needs CuPy", exc_type=ImportError)
+
+    def to_device(self, host: NDArray[Any]) -> Any:
+        array = self.cupy.asarray(host.view(np.uint16) if host.dtype == ml_dtypes.bfloat16 else host)
+        self.device.synchronize()  # CuPy copies on a stream that ours does not wait for
+        return array
+
+    def full(self, shape: int | tuple[int, ...], dtype: DTypeLike, poison: float) -> Any:
+        return self.to_device(np.full(shape, poison, dtype))
+
+    def numpy(self, array: Any) -> NDArray[Any]:
+        self.device.synchronize()
+        host: NDArray[Any] = self.cupy.asnumpy(array)
+        return host.view(ml_dtypes.bfloat16) if host.dtype == np.uint16 else host
+
+    def close(self) -> None:
+        self.cupy.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.fixture(params=["buffer", "cupy"])
+def arrays(request: pytest.FixtureRequest, device: Device) -> Iterator[Arrays]:
+    """Device arrays, once as Buffers and once as CuPy's; released when the test ends."""
+    made = BufferArrays(device) if request.param == "buffer" else CuPyArrays(device)
+    yield made
+    made.close()

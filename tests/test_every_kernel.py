@@ -1,0 +1,107 @@
+"""Every kernel that is shipped compiles for every architecture, without a word from the compiler and without spilling.
+No GPU is needed."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from drvkit.build import Image, build
+from drvkit.source import Source
+
+CUDA_SRC = Path(__file__).resolve().parent.parent / "cuda_src"
+CUBINS = ("sm_80", "sm_90a", "sm_100a", "sm_120")
+
+FLOATS = ("float", "__half", "__nv_bfloat16")
+INTEGERS = ("bool", "signed char", "unsigned char", "short", "unsigned short", "int", "unsigned")
+WIDE_INTEGERS = ("long long", "unsigned long long")
+
+
+def instances(kernel: str, *arguments: str) -> list[str]:
+    return [f"{kernel}<{argument}>" for argument in arguments]
+
+
+INSTANCES: dict[str, list[str]] = {
+    "add": [*instances("add", *FLOATS), *instances("add_scalar", *FLOATS)],
+    "scale": [
+        *instances("scale", *FLOATS, "float,4", "__half,8", "__nv_bfloat16,8"),
+        *instances("scale_dynamic", *FLOATS, "float,4", "__half,8", "__nv_bfloat16,8"),
+        *instances("scale_padded", *FLOATS, "int"),
+    ],
+    "set_condition": [
+        *instances("set_condition", *INTEGERS, *WIDE_INTEGERS),
+        *instances("set_condition_above", *FLOATS, "double", "int"),
+        *instances("set_condition_below_count", "int", "unsigned", "long long"),
+    ],
+}
+
+
+@pytest.mark.parametrize("stem", sorted({path.stem for path in CUDA_SRC.glob("*.cu")} | set(INSTANCES)))
+def test_every_kernel_has_its_instances_listed(stem: str) -> None:
+    kernels = Source.find(stem).kernels()
+    text = re.sub(r"//.*", "", (CUDA_SRC / f"{stem}.cu").read_text())
+    assert len(kernels) == text.count("__global__"), "the source has a kernel that the scanner cannot read"
+    listed = {name.split("<")[0] for name in INSTANCES.get(stem, ())}
+    assert {kernel.qualified for kernel in kernels if kernel.template} == listed
+
+
+@pytest.mark.parametrize("arch", CUBINS)
+@pytest.mark.parametrize("stem", INSTANCES)
+def test_a_cubin_is_made_without_warnings_or_spills(stem: str, arch: str) -> None:
+    image = build(Source.find(stem), INSTANCES[stem], arch=arch)
+    assert not image.log
+    frames = stack_frames(image)
+    assert {name: frames[symbol] for name, symbol in image.lowered.items() if frames[symbol]} == {}
+
+
+@pytest.mark.parametrize("stem", INSTANCES)
+def test_ptx_has_every_kernel(stem: str) -> None:
+    image = build(Source.find(stem), INSTANCES[stem], arch="compute_90", kind="ptx")
+    assert not image.log
+    entries = set(re.findall(r"^\.(?:visible|weak) \.entry (\w+)\(", image.data.decode(), re.MULTILINE))
+    assert entries >= set(image.lowered.values())
+
+
+@pytest.mark.parametrize("arch", CUBINS)
+def test_a_spill_would_be_seen(arch: str) -> None:
+    source = Source.from_text(
+        """
+        __global__ void spills(float* x, int n) {
+          float a[64];
+          for (int i = 0; i < 64; ++i) a[i] = x[i * n];
+          for (int j = 0; j < n; ++j)
+            for (int i = 0; i < 64; ++i) a[i] = a[i] * x[j] + x[i + j];
+          for (int i = 0; i < 64; ++i) x[i * n] = a[i];
+        }"""
+    )
+    image = build(source, arch=arch, options=["--maxrregcount=24"])
+    assert stack_frames(image)[image.symbol("spills")] > 64
+
+
+def stack_frames(image: Image) -> dict[str, int]:
+    """The bytes of each function's stack frame, where its spilled registers are: EIATTR_FRAME_SIZE in .nv.info."""
+    data = image.data
+    (start,) = struct.unpack_from("<Q", data, 0x28)
+    size, count, names_at = struct.unpack_from("<HHH", data, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", data, start + i * size) for i in range(count)]
+
+    def text(table: tuple[int, ...], offset: int) -> str:
+        begin = table[4] + offset
+        return data[begin : data.index(b"\0", begin)].decode()
+
+    by_name = {text(sections[names_at], section[0]): section for section in sections}
+    symbols, info = by_name[".symtab"], by_name[".nv.info"]
+    frames, at, end = {}, info[4], info[4] + info[5]
+    while at < end:
+        form, attribute, length = struct.unpack_from("<BBH", data, at)
+        at += 4
+        if form == 4:  # the value follows; in the other forms ``length`` is the value
+            if attribute == 0x11:
+                symbol, nbytes = struct.unpack_from("<II", data, at)
+                (name,) = struct.unpack_from("<I", data, symbols[4] + 24 * symbol)
+                frames[text(sections[symbols[6]], name)] = nbytes
+            at += length
+    return frames
