@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -79,6 +80,7 @@ class Device:
         self.handle = driver.cuDeviceGet(ordinal)
         self.context = Context(driver, driver.cuDevicePrimaryCtxRetain(self.handle))
         self.callback_errors: deque[BaseException] = deque()  # raised by host nodes, told at the next synchronize
+        self.ready_made: WeakValueDictionary[str, Module] = WeakValueDictionary()  # modules that graphs share
         self._attributes: dict[str, int] = {}
         self._foreign_streams: dict[int, Stream] = {}
         self._entered = _Entered()

@@ -248,7 +248,7 @@ class Graph(Owned):
         if code:
             error = kernel.refusal("cuGraphAddKernelNode", code, config)
             raise GraphError(f"graph {self.root.name!r}: kernel node {self.path + name!r}: {error}") from error
-        node = KernelNode(self._ref, handle, name, references, kernel, config, args, ready.packed)
+        node = KernelNode(self._ref, handle, name, references, kernel, config, tuple(args), ready.packed)
         free.append(ready)
         self._nodes[name] = node
         if attributes or ports:
@@ -300,10 +300,13 @@ class Graph(Owned):
         return self.kernel(kernel, grid=1, block=1, args=(condition, flag), after=after, name=name)
 
     def _ready_made(self, source: str) -> Module:
-        root = self.root
-        if not root._modules:
-            root._modules.append(Module(self.device, source))
-        return root._modules[0]
+        shared = self.device.ready_made  # weak: the graphs that use a module keep it
+        module = shared.get(source)
+        if module is None or module.closed:
+            module = shared[source] = Module(self.device, source)
+        if module not in self._modules:
+            self._modules.append(module)
+        return module
 
     # Copies and fills
 
@@ -450,7 +453,7 @@ class Graph(Owned):
                 twin.inner = Graph._inside(twin, "", inside, node.inner.name, (self.box, node.inner.box))
                 pairs |= twin.inner._adopt_clone(node.inner)
         self._numbered = original._numbered
-        self._modules = original.root._modules
+        self._modules = original._modules
         return pairs
 
     def clone(self, name: str | None = None) -> tuple[Graph, dict[Node, Node]]:
@@ -544,7 +547,7 @@ class Graph(Owned):
         """What the block queues on ``stream``, by whatever library, becomes nodes of this graph::
 
             with graph.capture(stream):
-                with cupy.cuda.ExternalStream(int(stream.handle)):
+                with cupy.cuda.Stream.from_external(stream):
                     cupy.multiply(x, 2, out=y)
 
         The first of them wait for ``after``. They are called ``name#0``, ``name#1``, ...

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from .device import Device, Event
-from .driver import Driver
+from .driver import Driver, DriverError
 from .lifetime import ClosedError
 from .memory import Buffer, FillParams, holder
 from .module import Config, Kernel
-from .signature import Signature, mangled_types
+from .signature import Signature, kernel_label, mangled_types
 
 if TYPE_CHECKING:
     from .graph import Condition, Graph
@@ -136,7 +136,7 @@ class KernelNode(Node):
         held: tuple[object, ...],
         kernel: Kernel,
         config: Config,
-        args: Sequence[Any],
+        args: tuple[Any, ...],
         packed: bytes,
     ) -> None:
         self._graph, self.handle, self.name, self.held = graph, handle, name, held
@@ -527,10 +527,13 @@ class CapturedNode(Node):
         return memset_parameters(driver, self.handle) if self.kind == "memset" else {}
 
     def said(self) -> str:
-        try:
-            return f"{self.parameters['kernel']}" if self.kind == "kernel" else "captured"
-        except Exception:  # a kernel of a library that hides it
+        if self.kind != "kernel":
             return "captured"
+        try:
+            said = self.parameters
+        except DriverError:  # a kernel of a library that hides it
+            return "captured"
+        return f"{kernel_label(said['kernel'])} grid {_extents(said['grid'])} block {_extents(said['block'])}"
 
 
 def _short(value: Any) -> str:

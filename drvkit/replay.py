@@ -287,25 +287,28 @@ class ExecKernelNode(ExecNode):
     """A kernel node of an exec: `set` changes arguments, `configure` everything else."""
 
     node: KernelNode
+    _block: Block | None  # the parameters that the exec has; None: not known
+    _places: dict[str, tuple[int, Callable[[bytearray, int, Any], None], bool]]
 
     def _take(self, node: Node | None) -> None:
-        if not isinstance(node, KernelNode):
-            self._block: Block | None = None
-            return
-        block = node.kernel._new_block()
-        block.packed = node.packed
-        block.configure_node(node.config)
-        self._use(node.kernel, node.config, block)
-
-    def _use(self, kernel: Kernel, config: Config, block: Block) -> None:
-        self._kernel, self._config, self._block = kernel, config, block
         self._apply = self.device.driver.api.cuGraphExecKernelNodeSetParams
         self._node_handle = self.node.handle
+        if isinstance(node, KernelNode):
+            block = node.kernel._new_block()
+            block.packed = node.packed
+            block.configure_node(node.config)
+            self._use(node.kernel, node.config, block)
+        else:
+            self._block = None
+            self._places = {}
+
+    def _use(self, kernel: Kernel, config: Config, block: Block) -> None:
+        self._kernel, self._config = kernel, config
+        self._block = block
+        self._memory, self._params = block.memory, block.node_params
         signature, base = kernel.signature, block.base
-        self._places = {  # name -> where it is in the block's memory, how it is written, whether it is a pointer
-            p.name: (base + p.offset, base + p.offset + p.size, signature.put[p.index], p.is_pointer)
-            for p in signature.parameters
-            if p.name
+        self._places = {  # where it is in the block's memory, how it is written, whether it is a pointer
+            p.name: (base + p.offset, signature.put[p.index], p.is_pointer) for p in signature.parameters if p.name
         }
 
     def set(self, **arguments: Any) -> None:
@@ -313,31 +316,28 @@ class ExecKernelNode(ExecNode):
 
         `ArgumentError` names the one that does not fit; then none is changed.
         """
-        block, places = self._block, self._places
-        if block is None:
-            raise self._error("its arguments are not known after an update by another graph: use configure(args=...)")
-        memory, before = block.memory, []
-        code = None
+        memory, places = self._memory, self._places
+        before = memory[:]
         try:
             for name, value in arguments.items():
-                start, end, put, is_pointer = places[name]
-                before.append((start, memory[start:end]))
-                put(memory, start, value)
+                at, put, is_pointer = places[name]
+                put(memory, at, value)
                 if is_pointer:
                     self._keep(holder(value))
-            code = self._apply(self._handle, self._node_handle, block.node_params)[0]
-        except KeyError:
-            self._kernel.signature.locate(name)  # says what there is
-            raise
-        except UNFIT:
-            self._kernel.signature.value(self._kernel.signature.locate(name), value)  # says what does not fit
-            raise
-        finally:
-            if code != 0:
-                for start, bytes_ in reversed(before):
-                    memory[start : start + len(bytes_)] = bytes_
-        if code:
-            raise self._error(str(self._kernel.refusal("cuGraphExecKernelNodeSetParams", code, self._config)))
+            code = self._apply(self._box.handle, self._node_handle, self._params)[0]  # type: ignore[union-attr]
+            if not code:
+                return
+        except (KeyError, AttributeError, *UNFIT) as error:
+            failure: Exception = error
+        else:
+            failure = self._error(str(self._kernel.refusal("cuGraphExecKernelNodeSetParams", code, self._config)))
+        memory[:] = before
+        self._handle  # noqa: B018 - tells if it is closed
+        if self._block is None:
+            raise self._error("its arguments are not known after an update by another graph: use configure(args=...)")
+        for name, value in arguments.items():  # tells what does not fit
+            self._kernel.signature.value(self._kernel.signature.locate(name), value)
+        raise failure
 
     def configure(
         self,

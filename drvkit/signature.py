@@ -533,7 +533,7 @@ class Signature:
             "def write(args, memory, base, first):",
             f"    {targets} = args",
             f"    pack_into(memory, base{packed})",
-            f"    return (first,{holders})",
+            f"    return (first{holders},)",
             *puts,
         ]
         exec("\n".join(lines), names)

@@ -73,10 +73,10 @@ __global__ void every_type(bool b, signed char i8, unsigned char u8, short i16, 
 
 // y is x backwards, by way of dynamic shared memory of n ints. One block.
 __global__ void reverse(const int* x, int* y, int n) {
-  extern __shared__ int all[];
-  for (int i = threadIdx.x; i < n; i += blockDim.x) all[i] = x[i];
+  extern __shared__ int shared[];
+  for (int i = threadIdx.x; i < n; i += blockDim.x) shared[i] = x[i];
   __syncthreads();
-  for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = all[n - 1 - i];
+  for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = shared[n - 1 - i];
 }
 
 __global__ void __launch_bounds__(128) static_shared(int* y) {
