@@ -1,9 +1,12 @@
 // Kernels that decide what a conditional node of the same graph does: IF runs its body for a value that is not 0,
 // SWITCH the body of that number (none if there is none), WHILE its body again and again until the value is 0.
 
-#include <cuda/std/type_traits>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+// bool and the integers: a half becomes true, or 0.
+template <typename T>
+constexpr bool is_whole = T(0.5) == T(0) || T(0.5) == T(1);
 
 // The value of a flag. What is no unsigned int, above or below, becomes the largest one: still true for IF and WHILE,
 // and past the last body of a SWITCH. Cut to 32 bits, 1 << 32 would be false.
@@ -12,7 +15,7 @@
 // flag: [1], a bool or any integer
 template <typename T>
 __global__ void set_condition(cudaGraphConditionalHandle handle, const T* flag) {
-  static_assert(cuda::std::is_integral_v<T>, "a flag is a bool or an integer");
+  static_assert(is_whole<T>, "a flag is a bool or an integer");
   constexpr unsigned kLargest = ~0u;
   const long long value = static_cast<long long>(*flag);  // the upper half of 64 unsigned bits becomes negative
   const bool outside = value < 0 || value > kLargest;
@@ -40,7 +43,7 @@ __global__ void set_condition_above(cudaGraphConditionalHandle handle, const T* 
 // *counter += 1; value = *counter < limit
 template <typename T>
 __global__ void set_condition_below_count(cudaGraphConditionalHandle handle, T* counter, T limit) {
-  static_assert(cuda::std::is_integral_v<T>, "a counter is an integer");
+  static_assert(is_whole<T>, "a counter is an integer");
   const T count = ++*counter;
   cudaGraphSetConditional(handle, count < limit);
 }

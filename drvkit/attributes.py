@@ -63,12 +63,12 @@ NODE_ONLY = {"device_updatable"}
 
 def dim3(value: Any, what: str) -> tuple[int, int, int]:
     """Up to three positive integers, the missing ones 1. `ValueError` or `TypeError` names ``what``."""
-    given = value if isinstance(value, tuple | list) else (value,)
+    given = value if isinstance(value, tuple) else (value,)
     if not 1 <= len(given) <= 3:
         raise ValueError(f"{what}: wanted one to three extents, got {value!r}")
     for extent in given:
         if isinstance(extent, bool) or not hasattr(extent, "__index__"):
-            raise TypeError(f"{what}: wanted integers, got {value!r}")
+            raise TypeError(f"{what}: wanted an integer or a tuple of integers, got {value!r}")
         if extent < 1:
             raise ValueError(f"{what}: every extent must be at least 1, got {value!r}")
     x, y, z = (*(int(n) for n in given), 1, 1)[:3]

@@ -337,7 +337,12 @@ def _output(program: Any, what: str) -> bytes:
 @cached
 def _toolkit_headers() -> tuple[str, ...]:
     """Where the toolkit's headers are; what is missing is told when a source needs it."""
-    places = (pathfinder.find_nvidia_header_directory(component) for component in ("cudart", "cccl"))
+    find = pathfinder.find_nvidia_header_directory
+    places = [find("cudart"), find("cccl")]
+    if (
+        places[0] and not Path(places[0], "crt").is_dir()
+    ):  # the wheel nvidia-cuda-crt is missing: a toolkit may be there
+        places.append(find("nvcc"))
     return tuple(place for place in places if place)
 
 

@@ -83,7 +83,7 @@ class Device:
         self.ready_made: WeakValueDictionary[str, Module] = WeakValueDictionary()  # modules that graphs share
         self._attributes: dict[str, int] = {}
         self._foreign_streams: dict[int, Stream] = {}
-        self._entered = _Entered()
+        self.entered = _Entered()
         self.enter_thread()
 
     def enter_thread(self) -> None:
@@ -91,9 +91,9 @@ class Device:
 
         Some graph calls crash in a thread that never had one. Costs a thread-local read when it has.
         """
-        if not self._entered.yes:
+        if not self.entered.yes:
             self.driver.cuCtxSetCurrent(self.context.handle)
-            self._entered.yes = True
+            self.entered.yes = True
 
     # What it is
 
@@ -304,6 +304,7 @@ class Stream(Owned):
         self._ledger: list[object] = []  # what work may touch that no event marks yet
         self._batches: deque[tuple[Event, list[object]]] = deque()  # what it touched before each event
         self.pending: list[object] | None = self._ledger  # where to add to: launches do so directly; None when closed
+        self._lock = threading.Lock()  # for taking out; adding needs none
         self.newest: object = None  # the newest of ``pending``, so that replays of one thing need not add it again
 
     def _capture_in(self, capturing: Capturing | None) -> None:
@@ -321,30 +322,41 @@ class Stream(Owned):
         return self
 
     def hold(self, thing: object) -> None:
-        """Keep ``thing`` alive until the work that the stream has now, and is given next, is done."""
+        """Keep ``thing`` alive until the work that the stream has now is done: to be called after queueing the work.
+
+        Threads need no lock for that: whoever lets go of references first takes them out of ``pending``, then waits.
+        """
         if self.newest is thing:
             return
-        if self.pending is None:
+        pending = self.pending
+        if pending is None:
             raise ClosedError(f"{self.info} is closed")
-        self.pending.append(thing)
+        pending.append(thing)
         self.newest = thing
-        if len(self.pending) > HELD_PER_BATCH:
+        if len(pending) > HELD_PER_BATCH:
             self.settle()
+
+    def _take(self) -> list[object]:
+        """What is pending now; it is no longer pending then."""
+        with self._lock:
+            self.newest = None
+            taken = self._ledger[:]
+            del self._ledger[: len(taken)]
+        return taken
 
     def settle(self) -> None:
         """Mark what is pending with an event; let go of the batches whose event was reached."""
         if self.capturing is not None:
             return
-        while self._batches and self._batches[0][0].done:
-            self._batches.popleft()[0].close()
+        taken = self._take()
         event = Event(self.device, timing=False)
         self.device.driver.cuEventRecord(event.handle, self.handle)
-        self._batches.append((event, self._ledger[:]))
-        self._forget()
-
-    def _forget(self) -> None:
-        del self._ledger[:]
-        self.newest = None
+        with self._lock:
+            self._batches.append((event, taken))
+            while self._batches[0][0].done:
+                self._batches.popleft()[0].close()
+                if not self._batches:
+                    break
 
     @property
     def done(self) -> bool:
@@ -356,14 +368,16 @@ class Stream(Owned):
 
     def synchronize(self) -> None:
         """Wait for all of its work. Raises what failed there, or what a host node of a graph raised."""
-        self.device.driver.cuStreamSynchronize(self.handle)
-        self._let_go()
+        taken, batches = self._take(), list(self._batches)
+        try:
+            self.device.driver.cuStreamSynchronize(self.handle)
+        except BaseException:
+            self._ledger[:0] = taken
+            raise
+        with self._lock:
+            while self._batches and batches and self._batches[0] is batches.pop(0):
+                self._batches.popleft()[0].close()
         self.device.raise_callback_error()
-
-    def _let_go(self) -> None:
-        while self._batches:
-            self._batches.popleft()[0].close()
-        self._forget()
 
     def wait(self, event: Event) -> None:
         """Later work of this stream starts after ``event``; one that a capture recorded takes this stream into it."""

@@ -120,9 +120,9 @@ class Driver(_Door):
         It takes ``parameters`` integers, addresses or ``ctypes.byref`` and returns the result code as an int, which
         the caller must check. It releases the GIL: a launch may wait for a host callback that needs it.
         """
-        code, address, _ = self.api.cuGetProcAddress(name.encode(), RAW_VERSION, 0)
+        code, address, status = self.api.cuGetProcAddress(name.encode(), RAW_VERSION, 0)
         if code or not address:
-            raise DriverError(name, "NO_FUNCTION", f"this {self.library} does not have it")
+            raise DriverError(name, "NO_FUNCTION", f"this {self.library} does not have it ({status or code})")
         return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * parameters)(int(address))
 
 

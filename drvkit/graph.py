@@ -116,6 +116,7 @@ class Graph(Owned):
         self.label = label
         self._ref = weakref.ref(self)
         self._add_kernel = device.driver.api.cuGraphAddKernelNode
+        self._entered = device.entered
         self._parent = weakref.ref(parent) if parent is not None else None
         self._nodes: dict[str, Node] = {}
         self._numbered = 0
@@ -215,12 +216,6 @@ class Graph(Owned):
         if box is None or self._broken:
             self.handle  # noqa: B018 - tells why
             raise AssertionError
-        try:
-            config = kernel._configs[grid, block, shared_mem_bytes] if not attributes else None
-        except (KeyError, TypeError):
-            config = None
-        if config is None:
-            config = kernel.config(grid, block, shared_mem_bytes, attributes)
         if name is None:
             name = f"{kernel.name}#{self._numbered}"
             self._numbered += 1
@@ -233,22 +228,37 @@ class Graph(Owned):
             dependencies, count = [after.handle], 1
         else:
             dependencies, count, ports = self._dependencies(after, name)
-        if kernel.device is not self.device or kernel.signature.takes_handles:
+        signature = kernel.signature
+        if kernel.device is not self.device or signature.takes_handles:
             self._check_kernel(kernel, args, name)
-        self.device.enter_thread()
+        if not self._entered.yes:
+            self.device.enter_thread()
         free = kernel._free_blocks
         ready = free.pop() if free else kernel._new_block()
-        if ready.node_config is not config:
+        config = ready.node_config
+        if (
+            config is None
+            or ready.node_grid is not grid
+            or ready.node_block is not block
+            or ready.node_shared is not shared_mem_bytes
+            or attributes
+        ):
+            config = kernel.config(grid, block, shared_mem_bytes, attributes)
             ready.configure_node(config)
+            if not attributes:  # they hold what they refer to, which the block must not
+                ready.node_grid, ready.node_block, ready.node_shared = grid, block, shared_mem_bytes
+                ready.node_config = config
         try:
-            references = kernel.signature.write(args, ready.memory, ready.base, kernel.image_box)
+            references = signature.write(args, ready.memory, ready.base, kernel.image_box)
         except UNFIT:
-            raise kernel.signature.explain(args) from None
+            raise signature.explain(args) from None
         code, handle = self._add_kernel(box.handle, dependencies, count, ready.node_params)
         if code:
             error = kernel.refusal("cuGraphAddKernelNode", code, config)
             raise GraphError(f"graph {self.root.name!r}: kernel node {self.path + name!r}: {error}") from error
-        node = KernelNode(self._ref, handle, name, references, kernel, config, tuple(args), ready.packed)
+        if args.__class__ is not tuple:
+            args = tuple(args)
+        node = KernelNode(self._ref, handle, name, references, kernel, config, args)
         free.append(ready)
         self._nodes[name] = node
         if attributes or ports:
@@ -266,7 +276,7 @@ class Graph(Owned):
                     word = identity.name.removeprefix("CU_LAUNCH_ATTRIBUTE_").lower()
                     raise self._error(f"kernel node {node.path!r} cannot have attribute {word}", error) from error
                 if identity.name.endswith("DEVICE_UPDATABLE_KERNEL_NODE"):
-                    node.device_handle = int(value.deviceUpdatableKernelNode.devNode)
+                    node._device_handle = int(value.deviceUpdatableKernelNode.devNode)
             node.held += held(attributes)
             self._add_port_edges(node, ports)
         except BaseException:

@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike
 from .attributes import Attributes, dim3, encode, held
 from .build import Image, build, tidy
 from .device import HELD_PER_BATCH, Device, Stream
-from .driver import DriverError
+from .driver import Driver, DriverError
 from .lifetime import Box, ClosedError, Live, Owned, caller
 from .memory import Buffer, holder
 from .signature import UNFIT, Arguments, Signature, declared_types, kernel_label, mangled_types
@@ -97,9 +97,9 @@ class Module(Owned):
                 handle = load() if load else driver.cuModuleLoadData(image.data)
             except DriverError as error:
                 what = f"{image.kind} for {image.arch}" if image.arch else image.kind
-                raise DriverError(
-                    error.call, error.code, f"{error.meaning} (module {self.name}, {what}, on {self.device.arch})"
-                ) from None
+                log = f"\n{_jit_log(driver, image.data)}" if image.kind == "ptx" else ""
+                meaning = f"{error.meaning} (module {self.name}, {what}, on {self.device.arch}){log}"
+                raise DriverError(error.call, error.code, meaning.rstrip()) from None
         self.loaded.append(Loaded(image, Box(handle, partial(driver.cuModuleUnload, handle), self.info)))
 
     @property
@@ -192,6 +192,19 @@ class Module(Owned):
         return buffer
 
 
+def _jit_log(driver: Driver, ptx: bytes) -> str:
+    """What the driver's own compiler says of PTX that it refused."""
+    log = ctypes.create_string_buffer(1 << 14)
+    names = driver.CUjit_option
+    options = (ctypes.c_int * 2)(int(names.CU_JIT_ERROR_LOG_BUFFER), int(names.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES))
+    values = (ctypes.c_void_p * 2)(ctypes.addressof(log), len(log))
+    handle = ctypes.c_void_p()
+    load = driver.raw("cuModuleLoadDataEx", 5)
+    if not load(ctypes.byref(handle), ptx, len(options), options, values):  # it went through this time
+        driver.cuModuleUnload(driver.CUmodule(handle.value))
+    return log.value.decode(errors="replace").strip()
+
+
 class Config(NamedTuple):
     """A checked launch configuration."""
 
@@ -207,7 +220,10 @@ class Block(Arguments):
     A launch takes one that no other thread is using, so the structs stay filled from launch to launch.
     """
 
-    __slots__ = ("_launch_extents", "_node_extents", "config", "launch_config", "node_config", "node_params", "stream")
+    __slots__ = (
+        *("_launch_extents", "_node_extents", "launch_config", "node_params"),
+        *("block", "config", "grid", "node_block", "node_config", "node_grid", "node_shared", "shared", "stream"),
+    )
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel.signature)
@@ -218,23 +234,32 @@ class Block(Arguments):
         self.launch_config = driver.CUlaunchConfig()
         self._node_extents = (ctypes.c_char * 36).from_address(int(self.node_params.getPtr()))
         self._launch_extents = (ctypes.c_char * 28).from_address(int(self.launch_config.getPtr()))
-        self.config: Config | None = None  # that launch_config has
-        self.node_config: Config | None = None  # that node_params have
-        self.stream: Stream | None = None  # that launch_config has
+        # What the structs are filled for, as the caller gave it: the same objects again need no second look.
+        self.stream: Stream | None = None
+        self.grid: Any = None
+        self.block: Any = None
+        self.shared: Any = None
+        self.config: Config | None = None
+        self.node_grid: Any = None
+        self.node_block: Any = None
+        self.node_shared: Any = None
+        self.node_config: Config | None = None
 
     # gridDimX..Z, blockDimX..Z, sharedMemBytes: at the start of CUlaunchConfig, and behind the CUfunction of
     # CUDA_KERNEL_NODE_PARAMS. Written in one go: the bindings take as long for each field.
 
-    def configure_launch(self, config: Config, stream: Stream) -> None:
+    def configure_launch(self, stream: Stream, grid: Any, block: Any, shared: Any, config: Config) -> None:
         """Make ``launch_config`` that of a launch without attributes."""
+        self.stream = None
         _EXTENTS.pack_into(self._launch_extents, 0, *config.grid, *config.block, config.shared_mem_bytes)
         self.launch_config.hStream = stream.handle
-        self.config, self.stream = config, stream
+        self.grid, self.block, self.shared, self.config = grid, block, shared, config
+        self.stream = stream
 
     def configure_node(self, config: Config) -> None:
         """Make ``node_params`` that of a node."""
+        self.node_config = None
         _EXTENTS.pack_into(self._node_extents, 8, *config.grid, *config.block, config.shared_mem_bytes)
-        self.node_config = config
 
 
 _EXTENTS = struct.Struct("=7I")
@@ -292,6 +317,7 @@ class Kernel:
 
     def _close(self) -> None:
         self._function = self.image_box = None
+        self._free_blocks.clear()  # they know the function
 
     @property
     def handle(self) -> Any:
@@ -382,31 +408,32 @@ class Kernel:
         `ArgumentError` names the argument, `ValueError` the extent, that does not fit. What goes wrong in the kernel
         is raised by the next synchronize.
         """
-        if stream.__class__ is not Stream or stream.device is not self.device:
-            stream = self.device.as_stream(stream)
         if attributes:
-            Launch(self, stream, self.config(grid, block, shared_mem_bytes, attributes), args)()
+            Launch(self, self.device.as_stream(stream), self.config(grid, block, shared_mem_bytes, attributes), args)()
             return
-        try:
-            config = self._configs[grid, block, shared_mem_bytes]
-        except (KeyError, TypeError):
-            config = self.config(grid, block, shared_mem_bytes)
         free = self._free_blocks
         ready = free.pop() if free else self._new_block()
-        if ready.config is not config or ready.stream is not stream:
-            ready.configure_launch(config, stream)
+        if (
+            ready.stream is not stream
+            or ready.grid is not grid
+            or ready.block is not block
+            or ready.shared is not shared_mem_bytes
+        ):
+            stream = self.device.as_stream(stream)
+            config = self.config(grid, block, shared_mem_bytes)
+            ready.configure_launch(stream, grid, block, shared_mem_bytes, config)
         try:
             references = self.signature.write(args, ready.memory, ready.base, self.image_box)
         except UNFIT:
             raise self.signature.explain(args) from None
         pending = stream.pending
         if pending is None:
-            stream.hold(references)  # tells that it is closed
-        pending.append(references)
+            raise ClosedError(f"{stream.info} is closed")
         code = self._launch(ready.launch_config, self._function, ready.address, 0)[0]
         free.append(ready)
         if code:
-            raise self.refusal("cuLaunchKernelEx", code, config)
+            raise self.refusal("cuLaunchKernelEx", code, ready.config)
+        pending.append(references)
         if len(pending) > HELD_PER_BATCH:
             stream.settle()
 
@@ -424,11 +451,13 @@ class Kernel:
         config = self.config(grid, block, shared_mem_bytes, attributes)
         return Launch(self, self.device.as_stream(stream), config, args)
 
-    def refusal(self, call: str, code: Any, config: Config) -> Exception:
+    def refusal(self, call: str, code: Any, config: Config | None) -> Exception:
         """What to raise for a launch or a node that the driver refused."""
         if self._function is None:
             return ClosedError(self._closed_as)
         error = self.device.driver.error(call, code)
+        if config is None:
+            return error
         extents = f"grid {config.grid}, block {config.block}, {config.shared_mem_bytes} bytes of shared memory"
         extra = f", {dict(config.attributes)}" if config.attributes else ""
         return DriverError(call, error.code, f"{error.meaning} (kernel {self.name}: {extents}{extra})")
@@ -534,8 +563,7 @@ class Launch:
     def __init__(self, kernel: Kernel, stream: Stream, config: Config, args: Sequence[Any]) -> None:
         self.kernel, self.stream, self.config = kernel, stream, config
         self._arguments = kernel._new_block()
-        self._held = list(self._arguments.pack(args))
-        self._images = (kernel.image_box, held(config.attributes))
+        self._held = [kernel.image_box, held(config.attributes), *self._arguments.pack(args)]
         self._address = self._arguments.address
         self._launch_config = kernel._launch_config(config, stream)
         self._call = kernel.device.driver.api.cuLaunchKernelEx
@@ -543,11 +571,13 @@ class Launch:
 
     def __call__(self) -> None:
         stream, kernel = self.stream, self.kernel
-        if stream.newest is not self:
-            stream.hold(self)
+        if stream.box is None:
+            raise ClosedError(f"{stream.info} is closed")
         code = self._call(self._launch_config, kernel._function, self._address, 0)[0]
         if code:
             raise kernel.refusal("cuLaunchKernelEx", code, self.config)
+        if stream.newest is not self._held:
+            stream.hold(self._held)
 
     def set(self, **arguments: Any) -> None:
         """Change arguments, by their names in the source, for the launches to come."""

@@ -123,10 +123,11 @@ class Node:
 
 
 class KernelNode(Node):
-    """A kernel launch. ``args`` are the arguments as given, ``packed`` their packed form."""
+    """A kernel launch. ``args`` are the arguments as given."""
 
-    __slots__ = ("args", "config", "device_handle", "kernel", "packed")
+    __slots__ = ("_device_handle", "args", "config", "kernel")
     kind = "kernel"
+    _device_handle: int
 
     def __init__(
         self,
@@ -137,11 +138,14 @@ class KernelNode(Node):
         kernel: Kernel,
         config: Config,
         args: tuple[Any, ...],
-        packed: bytes,
     ) -> None:
         self._graph, self.handle, self.name, self.held = graph, handle, name, held
-        self.kernel, self.config, self.args, self.packed = kernel, config, args, packed
-        self.device_handle: int | None = None  # of a device-updatable node: what kernels call it
+        self.kernel, self.config, self.args = kernel, config, args
+
+    @property
+    def device_handle(self) -> int | None:
+        """What kernels call it (``cudaGraphDeviceNode_t``); None if it is not ``device_updatable``."""
+        return getattr(self, "_device_handle", None)
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -167,12 +171,8 @@ def kernel_parameters(driver: Driver, node: Any, signature: Signature | None) ->
             layout.append((int(found[1]), int(found[2])))
         types = mangled_types(symbol)
         signature = Signature(symbol, types if types and len(types) == len(layout) else None, None, layout, driver.kind)
-    args: dict[str, Any] = {}
-    if len(signature):
-        pointers = (ctypes.c_void_p * len(signature)).from_address(int(params.kernelParams))
-        for p in signature.parameters:
-            raw = ctypes.string_at(pointers[p.index] or 0, p.size)
-            args[p.name or str(p.index)] = p.unpack(raw)
+    values = packed_values(params, signature)
+    args = {p.name or str(p.index): p.unpack(values[p.index]) for p in signature.parameters}
     return {
         "kernel": signature.kernel,
         "grid": (params.gridDimX, params.gridDimY, params.gridDimZ),
@@ -180,6 +180,14 @@ def kernel_parameters(driver: Driver, node: Any, signature: Signature | None) ->
         "shared_mem_bytes": params.sharedMemBytes,
         "args": args,
     }
+
+
+def packed_values(params: Any, signature: Signature) -> list[bytes]:
+    """The arguments in ``CUDA_KERNEL_NODE_PARAMS`` that the driver gave, packed, one by one."""
+    if not signature.parameters:
+        return []
+    pointers = (ctypes.c_void_p * len(signature)).from_address(int(params.kernelParams))
+    return [ctypes.string_at(pointers[p.index] or 0, p.size) for p in signature.parameters]
 
 
 class MemcpyNode(Node):

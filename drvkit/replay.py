@@ -36,6 +36,7 @@ from .node import (
     WaitValue,
     WriteValue,
     mem_op_params,
+    packed_values,
 )
 from .signature import UNFIT
 
@@ -85,10 +86,10 @@ class Exec(Owned):
                 raise _instantiate_error(graph, nodes, params, error) from error
         # What launches may touch. It is only ever added to: a launch in flight may still use what was replaced.
         self._kept: dict[int, object] = {id(node): node for node in nodes}
-        owner = (graph.box, self._kept)
-        self._own(handle, partial(_destroy, driver.cuGraphExecDestroy, handle, owner), graph.name, owner)
+        self._own(handle, partial(driver.cuGraphExecDestroy, handle), graph.name, (graph.box, self._kept))
         self._launch = driver.api.cuGraphLaunch
         self._exec_nodes: dict[str, ExecNode] = {}
+        self._given: dict[str, Node] | None = None  # by path: the nodes whose parameters the last update took over
         if stream is not None:
             stream.hold(self.box)
 
@@ -96,15 +97,15 @@ class Exec(Owned):
         """Queue one run of it on ``stream``. Runs of one exec follow each other, on whatever streams."""
         if stream.__class__ is not Stream or stream.device is not self.device:
             stream = self.device.as_stream(stream)
-        box = self.box
-        if box is None:
-            raise ClosedError(f"{self.info} is closed")
-        if stream.newest is not box:
-            stream.hold(box)
-        code = self._launch(box.handle, stream.box.handle)[0]
+        box, stream_box = self.box, stream.box
+        if box is None or stream_box is None:
+            raise ClosedError(f"{(self if box is None else stream).info} is closed")
+        code = self._launch(box.handle, stream_box.handle)[0]
         if code:
             error = self.device.driver.error("cuGraphLaunch", code)
             raise GraphError(f"exec of graph {self.name!r}: {error}") from error
+        if stream.newest is not box:
+            stream.hold(box)
 
     def upload(self, stream: Any) -> None:
         """Bring it to the device ahead of its first launch."""
@@ -141,7 +142,7 @@ class Exec(Owned):
         if id(definition) not in self._kept:
             raise GraphError(f"exec of graph {self.name!r} was made before node {path!r} was added")
         kind = _EXEC_NODES.get(type(definition), ExecNode)
-        return kind(self, definition, path)
+        return kind(self, definition, path, definition if self._given is None else self._given.get(path))
 
     def update(self, graph: Graph) -> None:
         """Take over all parameters of ``graph``, which must have the same structure.
@@ -157,9 +158,9 @@ class Exec(Owned):
         for node in graph.walk():
             self._kept[id(node)] = node
         self._kept[id(graph.box)] = graph.box
-        twins = {node.path: node for node in graph.walk()}
+        self._given = {node.path: node for node in graph.walk()}
         for path, exec_node in self._exec_nodes.items():
-            exec_node._take(twins.get(path))
+            exec_node._take(self._given.get(path))
 
     def _update_error(self, graph: Graph, error: DriverError, info: _UpdateInfo) -> GraphError:
         driver = self.device.driver
@@ -181,11 +182,6 @@ class Exec(Owned):
         for node in self._exec_nodes.values():
             node._box = None
         self._exec_nodes.clear()
-
-
-def _destroy(destroy: Callable[[Any], Any], handle: Any, owner: object) -> None:
-    """``owner`` is passed to outlive the handle."""
-    destroy(handle)
 
 
 _UPDATE_REASONS = {
@@ -213,14 +209,14 @@ def _instantiate_error(graph: Graph, nodes: Sequence[Node], params: Any, error: 
 class ExecNode:
     """A node of an exec."""
 
-    def __init__(self, exec_: Exec, node: Node, path: str) -> None:
+    def __init__(self, exec_: Exec, node: Node, path: str, given: Node | None) -> None:
         self.node = node
         self.path = path
         self.device = exec_.device
         self._exec_name = exec_.name
         self._box: Box | None = exec_.box
         self._kept = exec_._kept
-        self._take(node)
+        self._take(given)
 
     def _take(self, node: Node | None) -> None:
         """Take the parameters of ``node`` as those that the exec has; None: they are not known."""
@@ -295,7 +291,9 @@ class ExecKernelNode(ExecNode):
         self._node_handle = self.node.handle
         if isinstance(node, KernelNode):
             block = node.kernel._new_block()
-            block.packed = node.packed
+            params = self.device.driver.cuGraphKernelNodeGetParams(node.handle)
+            for index, packed in enumerate(packed_values(params, node.kernel.signature)):
+                block.swap(index, packed)
             block.configure_node(node.config)
             self._use(node.kernel, node.config, block)
         else:

@@ -310,7 +310,7 @@ def _float_packer(dtype: np.dtype[Any]) -> _Packer:
             if (
                 isinstance(value, (int, np.integer))
                 and not -exact <= value <= exact
-                and int(dtype.type(value)) != value
+                and not _is_exact(int(value), dtype)
             ):
                 raise _Unfit(f"{dtype.name}, which cannot hold this integer exactly", _said(value))
             value = float(value)
@@ -323,6 +323,13 @@ def _float_packer(dtype: np.dtype[Any]) -> _Packer:
         return int(packed.view(f"u{dtype.itemsize}"))
 
     return real
+
+
+def _is_exact(value: int, dtype: np.dtype[Any]) -> bool:
+    """Whether a float type holds this integer."""
+    with np.errstate(over="ignore"):
+        nearest = float(np.asarray(float(value)).astype(dtype)) if abs(value) < 1 << 1000 else float("inf")
+    return np.isfinite(nearest).item() and int(nearest) == value
 
 
 def _bool_packer(value: Any) -> bool:
@@ -358,7 +365,7 @@ def _pointer_packer(ctype: CType, kind: str) -> _Packer:
     wanted = f"{ctype}, a device array of {' or '.join(d.name for d in dtypes) if dtypes else 'any dtype'}"
 
     def pointer(value: Any) -> int:
-        if isinstance(value, Buffer) and value._packs_as is token and value.address % align == 0:
+        if token is not None and isinstance(value, Buffer) and value._packs_as is token and value.address % align == 0:
             return value.address
         if value is None:
             return 0
@@ -413,18 +420,19 @@ def _pointees(ctype: CType) -> tuple[list[np.dtype[Any]], int]:
     return dtypes, dtype.itemsize
 
 
-def _untyped_packer(size: int) -> _Packer:
+def _untyped_packer(size: int, kind: str) -> _Packer:
     """Only the size is known: typed values of that size, and device arrays where it is 8."""
     whole = _bytes_packer(size, "an untyped parameter")
-    pointer = _pointer_packer(CType("void", 1), "cuda")
+    pointer = _pointer_packer(CType("void", 1), kind)
 
     def sized(value: Any) -> Any:
-        if size == 8 and (value is None or (not isinstance(value, np.generic) and view_of(value) is not None)):
+        if isinstance(value, np.generic):
+            return whole(value)
+        if size == 8 and (value is None or isinstance(value, Buffer) or view_of(value) is not None):
             return pointer(value).to_bytes(8, "little")
         if isinstance(value, (bool, int, float)):
-            raise _Unfit(
-                f"a typed value of {size} bytes (np.int32(...), a Buffer, ...; or declare signature=)", _said(value)
-            )
+            wanted = f"a typed value of {size} bytes (np.int32(...), a Buffer, ...; or declare signature=)"
+            raise _Unfit(wanted, _said(value))
         return whole(value)
 
     return sized
@@ -433,7 +441,7 @@ def _untyped_packer(size: int) -> _Packer:
 def _packer(parameter: Parameter, kind: str) -> _Packer:
     ctype = parameter.type
     if ctype is None:
-        return _untyped_packer(parameter.size)
+        return _untyped_packer(parameter.size, kind)
     if ctype.pointers:
         return _pointer_packer(ctype, kind)
     dtype = ctype.dtype
@@ -588,7 +596,7 @@ class Arguments:
     It is made once and written over; its addresses stay.
     """
 
-    __slots__ = ("_export", "address", "base", "memory", "signature")
+    __slots__ = ("_end", "_export", "address", "base", "memory", "signature")
 
     def __init__(self, signature: Signature) -> None:
         count = len(signature)
@@ -598,6 +606,7 @@ class Arguments:
         self._export = ctypes.c_char.from_buffer(self.memory)  # while it lives the memory cannot move
         start = ctypes.addressof(self._export)
         self.base = -start % 64  # the strictest alignment that a parameter can ask for
+        self._end = self.base + signature.nbytes
         self.address = start + self.base + room if count else 0  # kernelParams
         pointers = [start + self.base + p.offset for p in signature.parameters]
         struct.pack_into(f"<{count}Q", self.memory, self.base + room, *pointers)
@@ -621,10 +630,10 @@ class Arguments:
         return before
 
     @property
-    def packed(self) -> bytes:
-        """All values as they lie in memory."""
-        return bytes(self.memory[self.base : self.base + self.signature.nbytes])
+    def packed(self) -> bytearray:
+        """A copy of all values as they lie in memory."""
+        return self.memory[self.base : self._end]
 
     @packed.setter
-    def packed(self, values: bytes) -> None:
+    def packed(self, values: bytes | bytearray) -> None:
         self.memory[self.base : self.base + len(values)] = values

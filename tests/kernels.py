@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from drvkit.device import Stream
+from drvkit.graph import Graph
 from drvkit.source import Source
 
 SOURCE = Source.from_text(
@@ -131,3 +133,11 @@ OUT = np.dtype(
     ],
     align=True,
 )
+
+
+def replay(graph: Graph, stream: Stream, launches: int = 1) -> None:
+    """Run it once, or several times, and wait."""
+    with graph.instantiate() as exe:
+        for _ in range(launches):
+            exe.launch(stream)
+        stream.synchronize()

@@ -18,7 +18,7 @@ EXAMPLES = [path.name for path in sorted((HOME / "examples").glob("*.py")) if no
 def run(example: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(HOME / "examples" / example)],
-        env=os.environ | {"PYTHONPATH": str(HOME)} | environment,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HOME), os.environ.get("PYTHONPATH", "")])} | environment,
         capture_output=True,
         text=True,
         timeout=240,

@@ -1,0 +1,569 @@
+"""Executable graphs on a device: what is changed by name is changed for the launches to come, and nothing else is."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from compare import assert_equal_bits
+from kernels import OUT, SOURCE, TRIPLE
+
+import drvkit as dk
+
+N = 1000
+X = np.arange(1, N + 1, dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def module(device: dk.Device) -> Iterator[dk.Module]:
+    with device.module(SOURCE) as module:
+        yield module
+
+
+@pytest.fixture
+def graph(device: dk.Device, request: pytest.FixtureRequest) -> Iterator[dk.Graph]:
+    with dk.Graph(device, "tested") as graph:
+        yield graph
+    del request.node.funcargs["graph"]  # pytest would hold it, and it its nodes, until everything was looked at
+
+
+def scaled(graph: dk.Graph, module: dk.Module, x: Any, y: Any, alpha: float, **how: Any) -> Any:
+    return graph.kernel(module.kernel("scale"), grid=4, block=256, args=(x, y, N, alpha), **how)
+
+
+def ints(device: dk.Device, *values: int) -> dk.Buffer:
+    return device.array(np.array(values, np.int32))
+
+
+def run(exe: dk.Exec, stream: dk.Stream) -> None:
+    exe.launch(stream)
+    stream.synchronize()
+
+
+# ---- kernels -------------------------------------------------------------------------------------------------------
+
+
+def test_every_type_of_argument_is_updated_by_its_name(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream
+) -> None:
+    def triple(a: int, b: float, c: int) -> Any:
+        return np.array((a, b, c), TRIPLE)[()]
+
+    old, new, out = ints(device, 1), ints(device, -1), device.zeros(1, OUT)
+    before = {"b": False, "i8": 1, "u8": 2, "i16": 3, "u16": 4, "i32": 5, "u32": 6, "i64": 7, "u64": 8}
+    after = {"b": True, "i8": -128, "u8": 255, "i16": -(2**15), "u16": 2**16 - 1, "i32": -(2**31), "u32": 2**32 - 1}
+    after |= {"i64": -(2**63), "u64": 2**64 - 1}
+    floats: dict[str, Any] = {"f32": 1.5, "f64": 2.5, "f16": 3.5, "bf16": 4.5, "triple": triple(1, 0.5, 2)}
+    args: dict[str, Any] = before | floats | {"pointed": old, "out": out}
+    graph.kernel(module.kernel("every_type"), grid=1, block=1, args=tuple(args.values()), name="all")
+    want: dict[str, Any] = before | floats | {"pointed": 1}
+
+    def check() -> None:
+        run(exe, stream)
+        got = out.numpy()[0]
+        for name, value in want.items():
+            if name == "bf16":
+                assert got[name] == ml_dtypes.bfloat16(value).view(np.uint16), name
+            else:
+                assert got[name] == value, name
+
+    exe = graph.instantiate()
+    check()
+    changes = after | {"f32": -0.1, "f64": -0.1, "f16": -0.25, "bf16": -256.0, "triple": triple(-1, -0.5, -2)}
+    for name, value in changes.items():
+        exe["all"].set(**{name: value})
+        want[name] = np.float32(value) if name == "f32" else value
+        check()
+    exe["all"].set(pointed=new)
+    want["pointed"] = -1
+    check()
+    exe["all"].set(i8=1, bf16=2.0, pointed=old)
+    want |= {"i8": 1, "bf16": 2.0, "pointed": 1}
+    check()
+
+
+def test_the_definition_and_other_execs_stay_as_they_were(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream
+) -> None:
+    x, y = device.array(X), device.zeros(N, np.float32)
+    node = scaled(graph, module, x, y, 2.0, name="scale")
+    first, second = graph.instantiate(), graph.instantiate()
+    first["scale"].set(alpha=3.0)
+    assert node.parameters["args"]["alpha"] == 2.0
+    for exe, alpha in ((first, 3), (second, 2), (graph.instantiate(), 2)):
+        run(exe, stream)
+        np.testing.assert_array_equal(y.numpy(), X * alpha)
+
+
+def test_a_launch_is_configured_anew(device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream) -> None:
+    count = ints(device, 0)
+    graph.kernel(module.kernel("count_threads"), grid=1, block=1, args=(count,), name="count")
+    exe = graph.instantiate()
+    total = 0
+    for change, threads in (({}, 1), ({"grid": 5}, 5), ({"block": (4, 8)}, 160), ({"grid": (2, 3), "block": 7}, 42)):
+        exe["count"].configure(**change)
+        run(exe, stream)
+        total += threads
+        assert count.numpy().tolist() == [total]
+
+
+def test_another_kernel_takes_the_place_of_one(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream
+) -> None:
+    x, y = device.array(X), device.zeros(N, np.float32)
+    scaled(graph, module, x, y, 2.0, name="node")
+    exe = graph.instantiate()
+    exe["node"].configure(kernel=module.kernel("add"), args=(x, y, N, 5.0))
+    run(exe, stream)
+    np.testing.assert_array_equal(y.numpy(), X + 5)
+    exe["node"].set(value=6.0)
+    run(exe, stream)
+    np.testing.assert_array_equal(y.numpy(), X + 6)
+
+
+def test_shared_memory_is_configured_anew(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream
+) -> None:
+    values = np.arange(25_600, dtype=np.int32)
+    x, y = device.array(values), device.zeros(25_600, np.int32)
+    graph.kernel(module.kernel("reverse"), grid=1, block=256, args=(x, y, 16), shared_mem_bytes=64, name="node")
+    exe = graph.instantiate()
+    exe["node"].configure(shared_mem_bytes=102_400, args=(x, y, 25_600))
+    run(exe, stream)
+    np.testing.assert_array_equal(y.numpy(), values[::-1])
+
+
+# ---- other nodes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_updated(device: dk.Device, graph: dk.Graph, stream: dk.Stream) -> None:
+    a, b, c, d = (ints(device, value, value) for value in (1, 2, 0, 0))
+    graph.memcpy(c, a, name="copy")
+    exe = graph.instantiate()
+    exe["copy"].set(source=b)
+    run(exe, stream)
+    assert (c.numpy().tolist(), d.numpy().tolist()) == ([2, 2], [0, 0])
+    exe["copy"].set(target=d)
+    run(exe, stream)
+    assert d.numpy().tolist() == [2, 2], "the source is the one that was set before"
+    exe["copy"].set(target=c[:1], source=a[:1])
+    run(exe, stream)
+    assert (c.numpy().tolist(), d.numpy().tolist()) == ([1, 2], [2, 2])
+
+
+def test_a_copy_from_the_host_is_updated(device: dk.Device, graph: dk.Graph, stream: dk.Stream) -> None:
+    target, first, second = ints(device, 0, 0), np.array([1, 2], np.int32), np.array([3, 4], np.int32)
+    graph.memcpy(target, first, name="copy")
+    exe = graph.instantiate()
+    exe["copy"].set(source=second)
+    second[0] = 5
+    run(exe, stream)
+    assert target.numpy().tolist() == [5, 4]
+
+
+def test_a_fill_is_updated(device: dk.Device, graph: dk.Graph, stream: dk.Stream) -> None:
+    x, y = ints(device, 0, 0), ints(device, 0, 0)
+    graph.memset(x, 1, name="fill")
+    exe = graph.instantiate()
+    exe["fill"].set(value=-2)
+    run(exe, stream)
+    assert x.numpy().tolist() == [-2, -2]
+    exe["fill"].set(target=y)
+    run(exe, stream)
+    assert y.numpy().tolist() == [-2, -2], "the value is the one that was set before"
+
+
+def test_events_are_updated(device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream) -> None:
+    first, second, third = device.event(), device.event(), device.event()
+    start = graph.record(first, name="start")
+    busy = graph.kernel(module.kernel("spin"), grid=1, block=1, args=(3,), after=start)
+    graph.record(second, after=busy, name="end")
+    graph.wait(first, name="wait")
+    exe = graph.instantiate()
+    exe["end"].set(event=third)
+    exe["wait"].set(event=device.event())
+    run(exe, stream)
+    assert first.elapsed_ms(third) >= 2.9
+    with pytest.raises(dk.DriverError, match="cuEventElapsedTime"):  # it was never recorded
+        first.elapsed_ms(second)
+
+
+def test_a_host_function_is_updated(graph: dk.Graph, stream: dk.Stream) -> None:
+    calls: list[str] = []
+    graph.host(lambda: calls.append("old"), name="call")
+    exe = graph.instantiate()
+    run(exe, stream)
+    exe["call"].set(function=lambda: calls.append("new"))
+    gc.collect()
+    run(exe, stream)
+    run(exe, stream)
+    assert calls == ["old", "new", "new"]
+
+
+def test_a_child_is_updated_by_a_graph(device: dk.Device, graph: dk.Graph, stream: dk.Stream) -> None:
+    x = ints(device, 0)
+    with dk.Graph(device, "a") as a, dk.Graph(device, "b") as b:
+        a.memset(x, 1)
+        b.memset(x, 2)
+        graph.child(a, name="kid")
+        exe = graph.instantiate()
+        exe["kid"].set(graph=b)
+    run(exe, stream)
+    assert x.numpy().tolist() == [2]
+
+
+def test_memory_operations_are_updated(device: dk.Device, graph: dk.Graph, stream: dk.Stream) -> None:
+    x, y = ints(device, 0), ints(device, 0)
+    graph.mem_ops([dk.WriteValue(x, 1)], name="ops")
+    exe = graph.instantiate()
+    exe["ops"].set(ops=[dk.WriteValue(y, 2)])
+    run(exe, stream)
+    assert (x.numpy().tolist(), y.numpy().tolist()) == ([0], [2])
+
+
+def test_updates_reach_into_children_and_bodies_by_path(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream
+) -> None:
+    x, y, z = device.array(X), device.zeros(N, np.float32), device.zeros(N, np.float32)
+    with dk.Graph(device, "inner") as inner:
+        scaled(inner, module, x, y, 2.0, name="scale")
+        graph.child(inner, name="kid")
+    body = graph.if_(graph.condition(default=1), name="branch")
+    scaled(body, module, x, z, 2.0, name="scale")
+    exe = graph.instantiate()
+    exe["kid/scale"].set(alpha=3.0)
+    exe["branch/then/scale"].set(alpha=4.0)
+    run(exe, stream)
+    np.testing.assert_array_equal(y.numpy(), X * 3)
+    np.testing.assert_array_equal(z.numpy(), X * 4)
+
+
+# ---- switching -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["kernel", "memcpy", "memset"])
+def test_a_node_is_disabled_and_enabled(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream, kind: str
+) -> None:
+    x, y, last = ints(device, 5), ints(device, 0), ints(device, 0)
+    if kind == "kernel":
+        node: Any = graph.kernel(module.kernel("store"), grid=1, block=1, args=(y, 5), name="node")
+    elif kind == "memcpy":
+        node = graph.memcpy(y, x, name="node")
+    else:
+        node = graph.memset(y, 5, name="node")
+    graph.memcpy(last, x, after=node)
+    exe = graph.instantiate()
+    assert exe["node"].enabled
+    exe["node"].disable()
+    assert not exe["node"].enabled
+    run(exe, stream)
+    assert (y.numpy().tolist(), last.numpy().tolist()) == ([0], [5]), "what comes after it runs all the same"
+    exe["node"].enable()
+    assert exe["node"].enabled
+    run(exe, stream)
+    assert y.numpy().tolist() == [5]
+
+
+def test_a_disabled_node_can_be_updated(device: dk.Device, graph: dk.Graph, stream: dk.Stream) -> None:
+    x = ints(device, 0)
+    graph.memset(x, 1, name="fill")
+    exe = graph.instantiate()
+    exe["fill"].disable()
+    exe["fill"].set(value=2)
+    exe["fill"].enable()
+    run(exe, stream)
+    assert x.numpy().tolist() == [2]
+
+
+# ---- whole graphs --------------------------------------------------------------------------------------------------
+
+
+def version(device: dk.Device, x: Any, y: Any, value: int) -> dk.Graph:
+    """A fill of ``x`` and a copy of it to ``y``; all versions have the same structure."""
+    graph = dk.Graph(device, f"version {value}")
+    graph.memcpy(y, x, name="copy", after=graph.memset(x, value, name="fill"))
+    return graph
+
+
+def test_a_whole_graph_is_taken_over(device: dk.Device, stream: dk.Stream) -> None:
+    x, y, u, v = (ints(device, 0) for _ in range(4))
+    with version(device, x, y, 1) as old, old.instantiate() as exe:
+        run(exe, stream)
+        with version(device, u, v, 2) as new:
+            exe.update(new)
+        gc.collect()
+        run(exe, stream)
+    assert [b.numpy().tolist() for b in (x, y, u, v)] == [[1], [1], [2], [2]]
+
+
+@pytest.mark.parametrize("found", ["before", "after"])
+def test_what_is_not_named_after_an_update_is_what_it_took_over(
+    device: dk.Device, stream: dk.Stream, found: str
+) -> None:
+    x, y, u, v = (ints(device, 0) for _ in range(4))
+    with version(device, x, y, 1) as old, version(device, u, v, 2) as new, old.instantiate() as exe:
+        if found == "before":
+            exe["fill"].set(value=5)
+        exe.update(new)
+        exe["fill"].set(value=3)
+        run(exe, stream)
+    assert [b.numpy().tolist() for b in (x, y, u, v)] == [[0], [0], [3], [3]]
+
+
+@pytest.mark.parametrize("found", ["before", "after"])
+def test_a_kernel_argument_after_an_update(device: dk.Device, module: dk.Module, stream: dk.Stream, found: str) -> None:
+    x, y, z = device.array(X), device.zeros(N, np.float32), device.zeros(N, np.float32)
+    with dk.Graph(device, "old") as old, dk.Graph(device, "new") as new:
+        scaled(old, module, x, y, 2.0, name="scale")
+        scaled(new, module, x, z, 3.0, name="scale")
+        with old.instantiate() as exe:
+            if found == "before":
+                exe["scale"].set(alpha=9.0)
+            exe.update(new)
+            run(exe, stream)
+            np.testing.assert_array_equal(z.numpy(), X * 3)
+            exe["scale"].set(alpha=4.0)
+            run(exe, stream)
+    np.testing.assert_array_equal(z.numpy(), X * 4)
+    assert not y.numpy().any()
+
+
+def test_an_update_that_is_refused_changes_nothing(device: dk.Device, stream: dk.Stream) -> None:
+    x, y, z = (ints(device, 0) for _ in range(3))
+    with version(device, x, y, 1) as old, dk.Graph(device, "other") as other, old.instantiate() as exe:
+        other.memset(z, 2, name="fill")
+        with pytest.raises(dk.GraphError, match="the structure differs"):
+            exe.update(other)
+        run(exe, stream)
+    assert [b.numpy().tolist() for b in (x, y, z)] == [[1], [1], [0]]
+
+
+# ---- a change that fails -------------------------------------------------------------------------------------------
+
+
+class World:
+    """A graph with nodes to be changed wrongly, and what it does when it is as it was."""
+
+    def __init__(self, device: dk.Device, module: dk.Module) -> None:
+        self.x, self.y = device.array(X), device.zeros(N, np.float32)
+        self.filled, self.copied = ints(device, 0, 0), ints(device, 0, 0)
+        self.doubles = device.zeros(2, np.float64)
+        self.calls: list[int] = []
+        self.graph = dk.Graph(device, "tested")
+        scaled(self.graph, module, self.x, self.y, 2.0, name="scale")
+        self.graph.memset(self.filled, 1, name="fill")
+        self.graph.memcpy(self.copied, ints(device, 3, 4), name="copy")
+        self.graph.host(lambda: self.calls.append(1), name="call")
+        self.exe = self.graph.instantiate()
+
+    def check(self, stream: dk.Stream) -> None:
+        run(self.exe, stream)
+        assert self.filled.numpy().tolist() == [1, 1]
+        assert self.copied.numpy().tolist() == [3, 4]
+        assert self.calls == [1]
+        np.testing.assert_array_equal(self.y.numpy(), X * 2)
+
+
+WRONG: list[tuple[str, Callable[[Any, World], Any]]] = [
+    ("scale", lambda node, w: node.set(alpha=3.0, n="all")),
+    ("scale", lambda node, w: node.set(alpha=3.0, beta=1.0)),
+    ("scale", lambda node, w: node.set(alpha=3.0, y=w.doubles)),
+    ("scale", lambda node, w: node.set(n=1, alpha=None)),
+    ("scale", lambda node, w: node.configure(grid=1, args=(w.x, w.y, N))),
+    ("scale", lambda node, w: node.configure(grid=1, block=10**6)),
+    ("scale", lambda node, w: node.configure(shared_mem_bytes=10**9)),
+    ("fill", lambda node, w: node.set(value=0.5)),
+    ("fill", lambda node, w: node.set(value=2, target=np.zeros(2, np.int32))),
+    ("copy", lambda node, w: node.set(source=w.doubles)),
+    ("copy", lambda node, w: node.set(source=w.filled, other=1)),
+    ("call", lambda node, w: node.set(function=5)),
+    ("call", lambda node, w: node.disable()),
+]
+
+
+@pytest.mark.parametrize(("name", "act"), WRONG)
+def test_a_change_that_fails_leaves_everything_as_it_was(
+    device: dk.Device, module: dk.Module, stream: dk.Stream, name: str, act: Callable[..., Any]
+) -> None:
+    world = World(device, module)
+    with pytest.raises((TypeError, ValueError, dk.GraphError)):
+        act(world.exe[name], world)
+    world.check(stream)
+
+
+def test_a_right_change_after_a_wrong_one(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream
+) -> None:
+    x, y = device.array(X), device.zeros(N, np.float32)
+    scaled(graph, module, x, y, 2.0, name="scale")
+    exe = graph.instantiate()
+    with pytest.raises(dk.ArgumentError):
+        exe["scale"].set(n=1, alpha="3")
+    exe["scale"].set(alpha=3.0)
+    run(exe, stream)
+    np.testing.assert_array_equal(y.numpy(), X * 3)
+
+
+# ---- launching -----------------------------------------------------------------------------------------------------
+
+
+def test_a_change_is_for_the_launches_to_come(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream
+) -> None:
+    x, results = device.array(X), [device.zeros(N, np.float32) for _ in range(3)]
+    spun = graph.kernel(module.kernel("spin"), grid=1, block=1, args=(5,))
+    scaled(graph, module, x, results[0], 1.0, name="scale", after=spun)
+    exe = graph.instantiate()
+    for i, result in enumerate(results):
+        exe["scale"].set(y=result, alpha=float(i + 1))
+        exe.launch(stream)
+    stream.synchronize()
+    for i, result in enumerate(results):
+        np.testing.assert_array_equal(result.numpy(), X * (i + 1))
+
+
+def test_launches_on_several_streams_follow_each_other(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream
+) -> None:
+    order = device.zeros(64, np.int32)
+    graph.kernel(module.kernel("append"), grid=1, block=1, args=(order, 1))
+    exe = graph.instantiate()
+    with device.stream() as other:
+        for _ in range(10):
+            exe.launch(stream)
+            exe.launch(other)
+        stream.synchronize()
+        other.synchronize()
+    assert order.numpy()[0] == 20, "two at a time would lose some"
+
+
+def test_upload_brings_no_work(device: dk.Device, graph: dk.Graph, stream: dk.Stream) -> None:
+    x = ints(device, 0)
+    graph.memset(x, 1)
+    exe = graph.instantiate()
+    exe.upload(stream)
+    stream.synchronize()
+    assert x.numpy().tolist() == [0]
+    run(exe, stream)
+    assert x.numpy().tolist() == [1]
+
+
+def test_the_time_of_a_launch(device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream) -> None:
+    calls: list[int] = []
+    spun = graph.kernel(module.kernel("spin"), grid=1, block=1, args=(2,))
+    graph.host(lambda: calls.append(1), after=spun)
+    exe = graph.instantiate()
+    assert 1.9 <= exe.time_ms(stream, 3) < 100
+    assert len(calls) == 3
+    assert exe.time_ms(stream) >= 1.9
+
+
+@pytest.mark.parametrize("flag", ["use_node_priority", "device_launch"])
+def test_flags_of_instantiation(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream, flag: str
+) -> None:
+    x, y = device.array(X), device.zeros(N, np.float32)
+    scaled(graph, module, x, y, 2.0, **({"priority": -1} if flag == "use_node_priority" else {}))
+    exe = graph.instantiate(**{flag: True}, upload=stream)
+    flags = device.driver.cuGraphExecGetFlags(exe.handle)
+    wanted = device.driver.CUgraphInstantiate_flags.__members__[f"CUDA_GRAPH_INSTANTIATE_FLAG_{flag.upper()}"]
+    assert int(flags) & int(wanted)
+    run(exe, stream)
+    np.testing.assert_array_equal(y.numpy(), X * 2)
+
+
+def test_auto_free_frees_before_the_next_launch(device: dk.Device, graph: dk.Graph, stream: dk.Stream) -> None:
+    y = ints(device, 0, 0)
+    alloc = graph.alloc(2, np.int32)
+    filled = graph.memset(alloc.buffer, 3, after=alloc)
+    graph.memcpy(y, alloc.buffer, after=filled)
+    exe = graph.instantiate(auto_free=True)
+    for _ in range(3):
+        run(exe, stream)
+    assert y.numpy().tolist() == [3, 3]
+    device.driver.cuMemFreeAsync(alloc.buffer.address, stream.handle)  # of the last launch, which no other follows
+
+
+def test_memory_that_a_launch_leaves_is_used_by_the_next_graph(
+    device: dk.Device, graph: dk.Graph, stream: dk.Stream
+) -> None:
+    y = ints(device, 0, 0)
+    alloc = graph.alloc(2, np.int32)
+    graph.memset(alloc.buffer, 3, after=alloc)
+    with dk.Graph(device, "reader") as reader:
+        reader.free(alloc.buffer, after=reader.memcpy(y, alloc.buffer))
+        maker, user = graph.instantiate(), reader.instantiate()
+        for _ in range(2):
+            maker.launch(stream)
+            user.launch(stream)
+        stream.synchronize()
+        maker.close()
+        user.close()
+    assert y.numpy().tolist() == [3, 3]
+
+
+# ---- the same bits, and the same cost ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 31, 1000, 1_000_003])
+def test_plain_launches_a_graph_and_a_capture_give_the_same_bits(
+    device: dk.Device, module: dk.Module, stream: dk.Stream, rng: np.random.Generator, n: int
+) -> None:
+    x = device.array(rng.standard_normal(n, np.float32))
+    steps: list[tuple[str, float]] = [("scale", 1.1), ("add", -0.3), ("scale", 1e-3), ("add", 1e-7), ("scale", 3.0)]
+    grid, results = -(-n // 256), {}
+
+    for way in ("plain", "graph", "capture"):
+        y = device.array(np.full(n, np.nan, np.float32))
+        with dk.Graph(device, way) as graph:
+            source, last = x, None
+            if way == "capture":
+                with graph.capture(stream):
+                    for name, value in steps:
+                        args = (source, y, n, value)
+                        module.kernel(name).launch(stream, grid=grid, block=256, args=args)
+                        source = y
+            else:
+                for name, value in steps:
+                    args = (source, y, n, value)
+                    if way == "plain":
+                        module.kernel(name).launch(stream, grid=grid, block=256, args=args)
+                    else:
+                        last = graph.kernel(module.kernel(name), grid=grid, block=256, args=args, after=last)
+                    source = y
+            with graph.instantiate() as exe:
+                run(exe, stream)  # of no nodes, where the launches were plain
+        results[way] = y.numpy()
+    assert_equal_bits(results["graph"], results["plain"])
+    assert_equal_bits(results["capture"], results["plain"])
+
+
+def test_building_and_instantiating_grow_with_the_number_of_nodes(
+    device: dk.Device, module: dk.Module, stream: dk.Stream
+) -> None:
+    kernel, count = module.kernel("count_threads"), ints(device, 0)
+
+    def cost(nodes: int) -> tuple[float, float]:
+        """Seconds a node, of building and of instantiating."""
+        with dk.Graph(device, "long") as graph:
+            start = time.perf_counter()
+            last = None
+            for _ in range(nodes):
+                last = graph.kernel(kernel, grid=1, block=1, args=(count,), after=last)
+            built = time.perf_counter()
+            with graph.instantiate() as exe:
+                end = time.perf_counter()
+                run(exe, stream)
+        return (built - start) / nodes, (end - built) / nodes
+
+    costs = {nodes: [cost(nodes) for _ in range(repeats)] for nodes, repeats in ((100, 10), (1000, 5), (10_000, 3))}
+    best = {nodes: np.min(seen, axis=0) for nodes, seen in costs.items()}
+    assert (best[10_000] <= 3 * best[1000]).all(), best
+    assert (best[1000] <= 3 * best[100]).all(), best
+    assert count.numpy().tolist() == [10 * 100 + 5 * 1000 + 3 * 10_000]
