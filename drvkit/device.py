@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -82,6 +82,7 @@ class Device:
         self.callback_errors: deque[BaseException] = deque()  # raised by host nodes, told at the next synchronize
         self.ready_made: WeakValueDictionary[str, Module] = WeakValueDictionary()  # modules that graphs share
         self._attributes: dict[str, int] = {}
+        self.streams: WeakSet[Stream] = WeakSet()
         self._foreign_streams: dict[int, Stream] = {}
         self.entered = _Entered()
         self.enter_thread()
@@ -183,8 +184,16 @@ class Device:
 
     def synchronize(self) -> None:
         """Wait for all work on the device. Raises what failed, or what a host node of a graph raised."""
-        with self.context:
-            self.driver.cuCtxSynchronize()
+        passed = [(stream, stream._take(), list(stream._batches)) for stream in list(self.streams)]
+        try:
+            with self.context:
+                self.driver.cuCtxSynchronize()
+        except BaseException:
+            for stream, taken, _ in passed:
+                stream._ledger[:0] = taken
+            raise
+        for stream, _, batches in passed:
+            stream._pass(batches)
         self.raise_callback_error()
 
     def raise_callback_error(self) -> None:
@@ -295,11 +304,13 @@ class Stream(Owned):
         driver = device.driver
         with device.context:
             handle = driver.cuStreamCreateWithPriority(driver.CUstream_flags.CU_STREAM_NON_BLOCKING, priority)
-        self._begin(device)
+        self._begin(device, handle)
         self._own(handle, partial(_destroy_stream, driver, handle, self._ledger, self._batches))
 
-    def _begin(self, device: Device) -> None:
+    def _begin(self, device: Device, handle: Any) -> None:
         self.device = device
+        device.streams.add(self)
+        self.raw: Any = handle  # the CUstream, as long as it is open; launches compare it
         self.capturing: Capturing | None = None
         self._ledger: list[object] = []  # what work may touch that no event marks yet
         self._batches: deque[tuple[Event, list[object]]] = deque()  # what it touched before each event
@@ -317,8 +328,9 @@ class Stream(Owned):
     @classmethod
     def _borrow(cls, device: Device, address: int) -> Stream:
         self = cls.__new__(cls)
-        self._begin(device)
-        self._own(device.driver.CUstream(address), None, f"{address:#x} (foreign)")
+        handle = device.driver.CUstream(address)
+        self._begin(device, handle)
+        self._own(handle, None, f"{address:#x} (foreign)")
         return self
 
     def hold(self, thing: object) -> None:
@@ -374,10 +386,14 @@ class Stream(Owned):
         except BaseException:
             self._ledger[:0] = taken
             raise
+        self._pass(batches)
+        self.device.raise_callback_error()
+
+    def _pass(self, batches: list[tuple[Event, list[object]]]) -> None:
+        """The work of ``batches`` is done; later ones may have come meanwhile."""
         with self._lock:
             while self._batches and batches and self._batches[0] is batches.pop(0):
                 self._batches.popleft()[0].close()
-        self.device.raise_callback_error()
 
     def wait(self, event: Event) -> None:
         """Later work of this stream starts after ``event``; one that a capture recorded takes this stream into it."""
@@ -395,14 +411,14 @@ class Stream(Owned):
         if not self.closed:
             self.synchronize()
             self.device._foreign_streams.pop(int(self.handle), None)
-            self.pending = self.newest = None
+            self.pending = self.newest = self.raw = None
         super().close()
 
     def __exit__(self, *exc: object) -> None:
         if exc[0] is None:
             self.close()
         else:  # the block's own error is the one to tell
-            self.pending = self.newest = None
+            self.pending = self.newest = self.raw = None
             super().close()
 
     def __cuda_stream__(self) -> tuple[int, int]:

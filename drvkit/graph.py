@@ -194,6 +194,24 @@ class Graph(Owned):
             raise GraphError(self._broken)
         return super().handle
 
+    def close(self) -> None:
+        """Refuse further use of it, and of the graphs inside of it; let go of what its nodes hold. Its execs go on.
+
+        A graph inside of another is closed with that one, and not before.
+        """
+        if self._parent is None:
+            self._close()
+
+    def _close(self) -> None:
+        super().close()
+        for node in self._nodes.values():
+            node.held = ()
+            if isinstance(node, AllocNode):
+                node.buffer.close()
+            for body in node.bodies.values():
+                body._close()
+        self._modules.clear()
+
     # Kernels
 
     def kernel(
@@ -463,7 +481,7 @@ class Graph(Owned):
                 twin.inner = Graph._inside(twin, "", inside, node.inner.name, (self.box, node.inner.box))
                 pairs |= twin.inner._adopt_clone(node.inner)
         self._numbered = original._numbered
-        self._modules = original._modules
+        self._modules = original._modules[:]
         return pairs
 
     def clone(self, name: str | None = None) -> tuple[Graph, dict[Node, Node]]:

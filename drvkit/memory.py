@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from . import dlpack
 from .device import Device, Stream
-from .driver import Driver
+from .driver import Driver, DriverError
 from .lifetime import Box, ClosedError, Live, Owned, caller
 
 __all__ = ["Buffer", "MemoryPool", "View", "view_of"]
@@ -76,7 +76,13 @@ class Buffer:
         """Device memory, its contents undefined. An array of no elements has an address all the same."""
         shape, dtype, nbytes = _extent(shape, dtype)
         with device.context:
-            address = int(device.driver.cuMemAlloc(max(nbytes, 1)))
+            try:
+                address = int(device.driver.cuMemAlloc(max(nbytes, 1)))
+            except DriverError as error:
+                if error.code != "CUDA_ERROR_OUT_OF_MEMORY":
+                    raise
+                device.synchronize()  # lets go of what streams held for work that is done
+                address = int(device.driver.cuMemAlloc(max(nbytes, 1)))
         release = partial(device.driver.cuMemFree, address)
         return cls._whole(Allocation(device, address, nbytes, "device"), release, dtype, shape)
 
@@ -243,7 +249,7 @@ class Buffer:
         row = {1: driver.cuMemsetD2D8Async, 2: driver.cuMemsetD2D16Async, 4: driver.cuMemsetD2D32Async}[params.element]
         with self.device.context:
             if stream is None:
-                driver.cuCtxSynchronize()
+                self.device.synchronize()
                 row(params.address, params.pitch, params.value, params.width, params.height, driver.CUstream(0))
                 driver.cuStreamSynchronize(driver.CUstream(0))
             else:
@@ -437,14 +443,12 @@ def copy(target: Any, source: Any, stream: Any, device: Device) -> None:
         return
     with device.context:
         if stream is None:
-            driver.cuCtxSynchronize()
+            device.synchronize()
             driver.cuMemcpy3D(plan)
         else:
             stream = device.as_stream(stream)
             driver.cuMemcpy3DAsync(plan, stream.handle)
             stream.hold((holder(target), holder(source)))
-    if stream is None:
-        device.raise_callback_error()
 
 
 def copy_params(driver: Driver, target: Any, source: Any) -> Any:

@@ -235,7 +235,7 @@ class Block(Arguments):
         self._node_extents = (ctypes.c_char * 36).from_address(int(self.node_params.getPtr()))
         self._launch_extents = (ctypes.c_char * 28).from_address(int(self.launch_config.getPtr()))
         # What the structs are filled for, as the caller gave it: the same objects again need no second look.
-        self.stream: Stream | None = None
+        self.stream: Any = None  # a CUstream: holding the Stream would keep it open
         self.grid: Any = None
         self.block: Any = None
         self.shared: Any = None
@@ -254,7 +254,7 @@ class Block(Arguments):
         _EXTENTS.pack_into(self._launch_extents, 0, *config.grid, *config.block, config.shared_mem_bytes)
         self.launch_config.hStream = stream.handle
         self.grid, self.block, self.shared, self.config = grid, block, shared, config
-        self.stream = stream
+        self.stream = stream.raw
 
     def configure_node(self, config: Config) -> None:
         """Make ``node_params`` that of a node."""
@@ -411,28 +411,27 @@ class Kernel:
         if attributes:
             Launch(self, self.device.as_stream(stream), self.config(grid, block, shared_mem_bytes, attributes), args)()
             return
+        if stream.__class__ is not Stream:
+            stream = self.device.as_stream(stream)
         free = self._free_blocks
         ready = free.pop() if free else self._new_block()
         if (
-            ready.stream is not stream
+            ready.stream is not stream.raw
             or ready.grid is not grid
             or ready.block is not block
             or ready.shared is not shared_mem_bytes
         ):
-            stream = self.device.as_stream(stream)
             config = self.config(grid, block, shared_mem_bytes)
-            ready.configure_launch(stream, grid, block, shared_mem_bytes, config)
+            ready.configure_launch(self.device.as_stream(stream), grid, block, shared_mem_bytes, config)
         try:
             references = self.signature.write(args, ready.memory, ready.base, self.image_box)
         except UNFIT:
             raise self.signature.explain(args) from None
-        pending = stream.pending
-        if pending is None:
-            raise ClosedError(f"{stream.info} is closed")
         code = self._launch(ready.launch_config, self._function, ready.address, 0)[0]
         free.append(ready)
         if code:
             raise self.refusal("cuLaunchKernelEx", code, ready.config)
+        pending = stream.pending
         pending.append(references)
         if len(pending) > HELD_PER_BATCH:
             stream.settle()

@@ -85,7 +85,8 @@ class Exec(Owned):
             except DriverError as error:
                 raise _instantiate_error(graph, nodes, params, error) from error
         # What launches may touch. It is only ever added to: a launch in flight may still use what was replaced.
-        self._kept: dict[int, object] = {id(node): node for node in nodes}
+        self._kept: dict[int, object] = {id(node.held): node.held for node in nodes}
+        self._nodes = {id(node): node for node in nodes}
         self._own(handle, partial(driver.cuGraphExecDestroy, handle), graph.name, (graph.box, self._kept))
         self._launch = driver.api.cuGraphLaunch
         self._exec_nodes: dict[str, ExecNode] = {}
@@ -139,7 +140,7 @@ class Exec(Owned):
 
     def _exec_node(self, path: str) -> ExecNode:
         definition = self.graph[path]
-        if id(definition) not in self._kept:
+        if id(definition) not in self._nodes:
             raise GraphError(f"exec of graph {self.name!r} was made before node {path!r} was added")
         kind = _EXEC_NODES.get(type(definition), ExecNode)
         return kind(self, definition, path, definition if self._given is None else self._given.get(path))
@@ -156,7 +157,7 @@ class Exec(Owned):
         if code:
             raise self._update_error(graph, driver.error("cuGraphExecUpdate", code), info)
         for node in graph.walk():
-            self._kept[id(node)] = node
+            self._kept[id(node.held)] = node.held
         self._kept[id(graph.box)] = graph.box
         self._given = {node.path: node for node in graph.walk()}
         for path, exec_node in self._exec_nodes.items():
@@ -180,8 +181,9 @@ class Exec(Owned):
         """Refuse further use; it is destroyed when its last launch is done, and then lets go of what it kept."""
         super().close()
         for node in self._exec_nodes.values():
-            node._box = None
+            node._box, node._kept = None, {}
         self._exec_nodes.clear()
+        self._kept, self._nodes, self._given = {}, {}, None
 
 
 _UPDATE_REASONS = {
@@ -442,7 +444,7 @@ class ExecChildNode(ExecNode):
         (graph,) = self._known(changes, "graph")
         if not isinstance(graph, Graph):
             raise TypeError(f"child node {self.path!r}: graph: wanted a Graph, got {graph!r}")
-        self._keep(graph.box, *graph.walk())
+        self._keep(graph.box, *(node.held for node in graph.walk()))
         self._call("cuGraphExecChildGraphNodeSetParams", self.node.handle, graph.handle)
 
 

@@ -94,7 +94,7 @@ __global__ void cluster_extents(int* extents) {
   asm("mov.u32 %0, %%cluster_nctaid.z;" : "=r"(extents[2]));
 }
 
-// How many blocks each has seen arrive: all of them, if all are resident at once. Gives up after 200 ms.
+// How many blocks, of one thread, each has seen arrive: all, if all are resident at once. Gives up after 200 ms.
 __global__ void meet(int* arrived, int* seen) {
   atomicAdd(arrived, 1);
   const unsigned long long end = nanoseconds() + 200000000ull;

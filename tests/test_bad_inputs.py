@@ -278,8 +278,18 @@ EXTENTS = [
         "kernel scale: grid: wanted one to three extents, got (1, 2, 3, 4)",
     ),
     bad("no extents", lambda w: w.launch(block=()), ValueError, "block: wanted one to three extents, got ()"),
-    bad("fraction", lambda w: w.launch(grid=1.5), TypeError, "kernel scale: grid: wanted an integer or a tuple of integers, got 1.5"),
-    bad("bool", lambda w: w.launch(block=True), TypeError, "kernel scale: block: wanted an integer or a tuple of integers, got True"),
+    bad(
+        "fraction",
+        lambda w: w.launch(grid=1.5),
+        TypeError,
+        "kernel scale: grid: wanted an integer or a tuple of integers, got 1.5",
+    ),
+    bad(
+        "bool",
+        lambda w: w.launch(block=True),
+        TypeError,
+        "kernel scale: block: wanted an integer or a tuple of integers, got True",
+    ),
     bad("grid of a node", lambda w: w.node(grid=0), ValueError, "kernel scale: grid: every extent must be at least 1"),
     bad(
         "grid too high",

@@ -118,7 +118,7 @@ def packed(ctype: str, value: Any, size: int = 0) -> bytes:
     arguments = Arguments(made)
     arguments.pack((value,))
     assert made.value(0, value) == arguments.packed
-    return arguments.packed
+    return bytes(arguments.packed)
 
 
 def refusal(ctype: str, value: Any, size: int = 0) -> str:
@@ -483,10 +483,10 @@ def test_a_block_is_written_over_in_place() -> None:
     made = signature("int", "float")
     arguments = Arguments(made)
     arguments.pack((1, 0.5))
-    address, first = arguments.address, arguments.packed
+    address, first = arguments.address, bytes(arguments.packed)
     arguments.pack((2, 1.5))
     assert arguments.swap(0, made.value(0, 7)) == struct.pack("<i", 2)
-    assert (arguments.address, arguments.packed) == (address, struct.pack("<if", 7, 1.5))
+    assert (arguments.address, bytes(arguments.packed)) == (address, struct.pack("<if", 7, 1.5))
     arguments.packed = first
     assert arguments.packed == struct.pack("<if", 1, 0.5)
 
@@ -494,7 +494,7 @@ def test_a_block_is_written_over_in_place() -> None:
 def test_a_kernel_without_parameters() -> None:
     arguments = Arguments(signature())
     assert arguments.pack(()) == ()
-    assert (arguments.address, arguments.packed) == (0, b"")
+    assert (arguments.address, bytes(arguments.packed)) == (0, b"")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,343 @@
+"""Streams and events on a device: order, waiting, time, what a stream keeps alive, and threads."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from kernels import SOURCE
+
+import drvkit as dk
+
+N = 1000
+X = np.arange(N, dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def module(device: dk.Device) -> Iterator[dk.Module]:
+    with device.module(SOURCE) as module:
+        yield module
+
+
+def ints(device: dk.Device, *values: int) -> dk.Buffer:
+    return device.array(np.array(values, np.int32))
+
+
+def spin(module: dk.Module, stream: Any, milliseconds: int) -> None:
+    module.kernel("spin").launch(stream, grid=1, block=1, args=(milliseconds,))
+
+
+# ---- order and time ------------------------------------------------------------------------------------------------
+
+
+def test_launches_follow_each_other(device: dk.Device, module: dk.Module, stream: dk.Stream) -> None:
+    order = device.zeros(2000, np.int32)
+    for i in range(1500):
+        module.kernel("append").launch(stream, grid=1, block=1, args=(order, i))
+    stream.synchronize()
+    assert order.numpy()[:1501].tolist() == [1500, *range(1500)]
+
+
+def test_kernels_copies_and_fills_follow_each_other(device: dk.Device, module: dk.Module, stream: dk.Stream) -> None:
+    x, y, host = device.array(X), device.zeros(N, np.float32), np.zeros_like(X)
+    spin(module, stream, 5)
+    y.fill(7.0, stream)
+    y[: N // 2].copy_from(x[: N // 2], stream)
+    module.kernel("scale").launch(stream, grid=4, block=256, args=(y, y, N, 2.0))
+    y.copy_to(host, stream)
+    stream.synchronize()
+    np.testing.assert_array_equal(host, np.where(X < N // 2, 2 * X, 14))
+
+
+def test_done_says_whether_work_is_left(device: dk.Device, module: dk.Module, stream: dk.Stream) -> None:
+    spin(module, stream, 1)
+    stream.synchronize()
+    assert stream.done
+    event = device.event()
+    assert event.done, "it was never recorded"
+    spin(module, stream, 50)
+    event.record(stream)
+    assert not stream.done
+    assert not event.done
+    event.synchronize()
+    assert event.done
+    assert stream.done
+
+
+def test_the_time_between_events(device: dk.Device, module: dk.Module, stream: dk.Stream) -> None:
+    start = stream.record()
+    spin(module, stream, 10)
+    end = stream.record(device.event())
+    stream.synchronize()
+    assert 9.9 <= start.elapsed_ms(end) < 1000
+    assert start.elapsed_ms(start) == 0
+    assert end.elapsed_ms(start) < 0
+
+
+def test_a_stream_waits_for_another(device: dk.Device, module: dk.Module, stream: dk.Stream) -> None:
+    x, y = ints(device, 0), ints(device, -1)
+    with device.stream(priority=-1) as other:
+        spin(module, stream, 20)
+        x.fill(7, stream)
+        other.wait(stream.record(device.event(timing=False)))
+        y.copy_from(x, other)
+        other.synchronize()
+        assert y.numpy().tolist() == [7]
+
+
+def test_streams_do_not_wait_without_being_told(device: dk.Device, module: dk.Module, stream: dk.Stream) -> None:
+    x = ints(device, 0)
+    spin(module, stream, 1)
+    stream.synchronize()
+    with device.stream() as other:
+        spin(module, stream, 100)
+        x.fill(7, other)
+        other.synchronize()
+        assert not stream.done
+        assert x.numpy(other).tolist() == [7]
+
+
+def test_reading_without_a_stream_waits_for_everything(device: dk.Device, module: dk.Module, stream: dk.Stream) -> None:
+    x = ints(device, 0)
+    spin(module, stream, 20)
+    x.fill(7, stream)
+    assert x.numpy().tolist() == [7]
+
+
+def test_closing_a_stream_waits(device: dk.Device, module: dk.Module) -> None:
+    x = ints(device, 0)
+    with device.stream() as stream, device.stream() as reader:
+        spin(module, stream, 20)
+        x.fill(7, stream)
+        stream.close()
+        assert x.numpy(reader).tolist() == [7]
+
+
+# ---- streams of others ---------------------------------------------------------------------------------------------
+
+
+class Foreign:
+    """Another library's stream."""
+
+    def __init__(self, handle: int, *, is_property: bool = False) -> None:
+        self.pair = (0, handle)
+        if is_property:
+            self.__cuda_stream__: Any = self.pair
+        else:
+            self.__cuda_stream__ = lambda: self.pair
+
+
+@pytest.mark.parametrize("is_property", [False, True])
+def test_a_foreign_stream_by_protocol(
+    device: dk.Device, module: dk.Module, stream: dk.Stream, is_property: bool
+) -> None:
+    assert stream.__cuda_stream__() == (0, int(stream.handle))
+    x, y = device.array(X), device.zeros(N, np.float32)
+    foreign = Foreign(int(stream.handle), is_property=is_property)
+    spin(module, foreign, 5)
+    y.copy_from(x, foreign)
+    assert device.as_stream(foreign) is device.as_stream(Foreign(int(stream.handle)))
+    stream.synchronize()
+    np.testing.assert_array_equal(y.numpy(), X)
+    device.as_stream(foreign).close()
+    assert stream.done, "it is not ours to destroy"
+
+
+def test_a_stream_of_cupy(device: dk.Device, module: dk.Module) -> None:
+    cupy = pytest.importorskip("cupy", reason="needs CuPy")
+    theirs, y = cupy.cuda.Stream(non_blocking=True), cupy.zeros(N, np.float32)
+    x = cupy.asarray(X)
+    device.synchronize()
+    spin(module, theirs, 5)
+    module.kernel("scale").launch(theirs, grid=4, block=256, args=(x, y, N, 2.0))
+    with dk.Graph(device, "on theirs") as graph:
+        graph.kernel(module.kernel("add"), grid=4, block=256, args=(y, y, N, 1.0))
+        with graph.instantiate() as exe:
+            exe.launch(theirs)
+            with theirs:
+                y *= 2
+            theirs.synchronize()
+    np.testing.assert_array_equal(cupy.asnumpy(y), (X * 2 + 1) * 2)
+    device.as_stream(theirs).close()
+    theirs.synchronize()
+
+
+def test_cupy_works_on_our_stream(device: dk.Device, module: dk.Module, stream: dk.Stream) -> None:
+    cupy = pytest.importorskip("cupy", reason="needs CuPy")
+    x, y = cupy.asarray(X), device.zeros(N, np.float32)
+    device.synchronize()
+    with cupy.cuda.Stream.from_external(stream):
+        spin(module, stream, 5)
+        module.kernel("scale").launch(stream, grid=4, block=256, args=(x, y, N, 2.0))
+        total = cupy.asarray(y) + 1
+    stream.synchronize()
+    np.testing.assert_array_equal(cupy.asnumpy(total), X * 2 + 1)
+
+
+# ---- what a stream keeps -------------------------------------------------------------------------------------------
+
+
+class Array:
+    """Another library's array, which is gone when nobody holds it."""
+
+    def __init__(self, buffer: dk.Buffer) -> None:
+        self.__cuda_array_interface__ = buffer.__cuda_array_interface__
+
+
+@pytest.mark.parametrize("released_by", ["synchronize", "close"])
+def test_a_stream_keeps_what_its_work_takes(device: dk.Device, module: dk.Module, released_by: str) -> None:
+    x, y = device.array(X), device.zeros(N, np.float32)
+    with device.stream() as stream:
+        foreign = [Array(x), Array(y), Array(x)]
+        alive = [weakref.ref(array) for array in foreign]
+        module.kernel("scale").launch(stream, grid=4, block=256, args=(foreign[0], foreign[1], N, 2.0))
+        foreign[1:] = [foreign[2]]
+        y.copy_from(foreign[1], stream)
+        foreign.clear()
+        gc.collect()
+        assert all(reference() is not None for reference in alive)
+        getattr(stream, released_by)()
+        gc.collect()
+        assert all(reference() is None for reference in alive)
+
+
+def test_a_stream_lets_go_without_being_synchronized(device: dk.Device, module: dk.Module, stream: dk.Stream) -> None:
+    kernel, alive, most = module.kernel("store"), weakref.WeakSet[Array](), 0
+    x = ints(device, 0)
+    for i in range(3000):
+        array = Array(x)
+        alive.add(array)
+        kernel.launch(stream, grid=1, block=1, args=(array, i))
+        most = max(most, len(alive)) if i % 100 == 0 else most
+    assert most < 2500
+    stream.synchronize()
+    del array
+    assert len(alive) == 0
+    assert x.numpy().tolist() == [2999]
+
+
+def test_an_idle_stream_needs_no_synchronize_to_let_go(device: dk.Device, module: dk.Module, stream: dk.Stream) -> None:
+    kernel, x = module.kernel("store"), ints(device, 0)
+    first = Array(x)
+    alive = weakref.ref(first)
+    kernel.launch(stream, grid=1, block=1, args=(first, 1))
+    del first
+    deadline = time.monotonic() + 20
+    while alive() is not None and time.monotonic() < deadline:
+        kernel.launch(stream, grid=1, block=1, args=(x, 2))
+    assert alive() is None
+
+
+# ---- threads -------------------------------------------------------------------------------------------------------
+
+
+def in_threads(*works: Callable[[], Any]) -> None:
+    """Run each in a thread of its own, at the same time; raise what the first of them raises."""
+    failed: list[BaseException] = []
+
+    def run(work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed.pop(0)
+
+
+def launches(device: dk.Device, module: dk.Module, stream: dk.Stream, y: dk.Buffer) -> None:
+    module.kernel("scale").launch(stream, grid=4, block=256, args=(y, y, N, 2.0))
+
+
+def adds_nodes(device: dk.Device, module: dk.Module, stream: dk.Stream, y: dk.Buffer) -> None:
+    with dk.Graph(device, "of a thread") as graph:
+        graph.kernel(module.kernel("scale"), grid=4, block=256, args=(y, y, N, 2.0))
+        with graph.instantiate() as exe:
+            exe.launch(stream)
+            stream.synchronize()
+
+
+def copies(device: dk.Device, module: dk.Module, stream: dk.Stream, y: dk.Buffer) -> None:
+    y.copy_from(device.array(2 * X), stream)
+    stream.synchronize()
+
+
+def makes_everything(device: dk.Device, module: dk.Module, stream: dk.Stream, y: dk.Buffer) -> None:
+    with device.stream() as own, device.event() as event, device.module(SOURCE) as mine:
+        mine.kernel("scale").launch(own, grid=4, block=256, args=(y, y, N, 2.0))
+        stream.wait(event.record(own))
+        own.synchronize()
+
+
+@pytest.mark.parametrize("work", [launches, adds_nodes, copies, makes_everything])
+def test_a_thread_that_never_touched_cuda(
+    device: dk.Device, module: dk.Module, stream: dk.Stream, work: Callable[..., None]
+) -> None:
+    y = device.array(X)
+    in_threads(lambda: work(device, module, stream, y))
+    stream.synchronize()
+    np.testing.assert_array_equal(y.numpy(), 2 * X)
+
+
+def test_threads_that_launch_one_kernel_get_their_own_results(device: dk.Device, module: dk.Module) -> None:
+    kernel, rounds, count = module.kernel("add"), 300, 4
+    results = [device.zeros((rounds, N), np.float32) for _ in range(count)]
+    x = device.array(X)
+
+    def work(number: int) -> None:
+        with device.stream() as stream:
+            for i in range(rounds):
+                args = (x, results[number][i], N, float(1000 * number + i))
+                kernel.launch(stream, grid=4 + number, block=256, args=args)
+
+    in_threads(*[lambda number=number: work(number) for number in range(count)])
+    for number, result in enumerate(results):
+        want = X + (1000 * number + np.arange(rounds, dtype=np.float32))[:, None]
+        np.testing.assert_array_equal(result.numpy(), want)
+
+
+def test_threads_that_build_graphs_of_one_kernel_get_their_own_results(device: dk.Device, module: dk.Module) -> None:
+    kernel, nodes, count = module.kernel("add"), 200, 4
+    results = [device.zeros((nodes, N), np.float32) for _ in range(count)]
+    x = device.array(X)
+
+    def work(number: int) -> None:
+        with device.stream() as stream, dk.Graph(device, f"of thread {number}") as graph:
+            for i in range(nodes):
+                args = (x, results[number][i], N, float(1000 * number + i))
+                graph.kernel(kernel, grid=4 + number, block=256, args=args)
+            with graph.instantiate() as exe:
+                exe.launch(stream)
+                stream.synchronize()
+
+    in_threads(*[lambda number=number: work(number) for number in range(count)])
+    for number, result in enumerate(results):
+        want = X + (1000 * number + np.arange(nodes, dtype=np.float32))[:, None]
+        np.testing.assert_array_equal(result.numpy(), want)
+
+
+def test_threads_that_share_a_stream(device: dk.Device, module: dk.Module, stream: dk.Stream) -> None:
+    order = device.zeros(2000, np.int32)
+
+    def work(number: int) -> None:
+        for i in range(400):
+            module.kernel("append").launch(stream, grid=1, block=1, args=(order, 1000 * number + i))
+
+    in_threads(*[lambda number=number: work(number) for number in range(4)])
+    stream.synchronize()
+    total, *values = order.numpy()[:1601].tolist()
+    assert total == 1600
+    for number in range(4):
+        mine = [value for value in values if value // 1000 == number]
+        assert mine == [1000 * number + i for i in range(400)]
