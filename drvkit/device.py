@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet, WeakValueDictionary
@@ -44,6 +44,11 @@ class Context:
 
     def __exit__(self, *_: object) -> None:
         self.driver.cuCtxPopCurrent()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> None:
+        """``function(*args)`` inside of it. For releases: the last reference may go in a thread that has no context."""
+        with self:
+            function(*args)
 
 
 class Device:
@@ -260,7 +265,7 @@ class Event(Owned):
         flags = driver.CUevent_flags
         with device.context:
             handle = driver.cuEventCreate(flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING)
-        self._own(handle, partial(driver.cuEventDestroy, handle))
+        self._own(handle, partial(device.context.call, driver.cuEventDestroy, handle))
 
     def record(self, stream: Any) -> Event:
         """Reached when the work that ``stream`` has now is done."""
@@ -305,7 +310,8 @@ class Stream(Owned):
         with device.context:
             handle = driver.cuStreamCreateWithPriority(driver.CUstream_flags.CU_STREAM_NON_BLOCKING, priority)
         self._begin(device, handle)
-        self._own(handle, partial(_destroy_stream, driver, handle, self._ledger, self._batches))
+        destroy = partial(_destroy_stream, driver, handle, self._ledger, self._batches)
+        self._own(handle, partial(device.context.call, destroy))
 
     def _begin(self, device: Device, handle: Any) -> None:
         self.device = device

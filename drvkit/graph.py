@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike
 from . import show
 from .attributes import Attributes, encode, held
 from .device import Capturing, Device, Event, Stream
-from .driver import DriverError
+from .driver import Driver, DriverError
 from .lifetime import CaptureScope, ClosedError, Owned
 from .memory import Buffer, copy_params, fill_params, view_of
 from .module import Kernel, Module
@@ -109,7 +109,7 @@ class Graph(Owned):
         driver = device.driver
         handle = driver.cuGraphCreate(0)
         self._begin(device, None, "")
-        self._own(handle, partial(driver.cuGraphDestroy, handle), name)
+        self._own(handle, partial(device.context.call, driver.cuGraphDestroy, handle), name)
 
     def _begin(self, device: Device, parent: Node | None, label: str) -> None:
         self.device = device
@@ -441,20 +441,20 @@ class Graph(Owned):
         if graph.node is not None:
             raise self._refusal("child", name, f"graph {graph.name!r} is inside of another graph")
         source = graph.handle
+        add, params = driver.cuGraphAddChildGraphNode, (source,)
         if move:
-
-            def add(into: Any, dependencies: Any, count: int) -> Any:
-                params = driver.CUgraphNodeParams()
-                params.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH
-                params.graph.graph = source
-                params.graph.ownership = driver.CUgraphChildGraphNodeOwnership.CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE
-                return driver.cuGraphAddNode(into, dependencies, None, count, params)
-
-            node = self._add("child", name, after, add, (), ChildNode)
+            add, params = partial(_add_moved, driver, source), ()
+        try:
+            node = self._add("child", name, after, add, params, ChildNode)
+        except GraphError as error:
+            if isinstance(error.__cause__, DriverError) and error.__cause__.code == "CUDA_ERROR_NOT_SUPPORTED":
+                hint = "conditional nodes cannot be in a child graph, alloc and free nodes only in a moved one"
+                raise GraphError(f"{error}; {hint}") from error.__cause__
+            raise
+        if move:
             graph._moved_into(self, node)
             node.inner = graph
         else:
-            node = self._add("child", name, after, driver.cuGraphAddChildGraphNode, (source,), ChildNode)
             inside = driver.cuGraphChildGraphNodeGetGraph(node.handle)
             node.inner = Graph._inside(node, "", inside, graph.name, (self.box, graph.box))
             node.inner._adopt_clone(graph)
@@ -498,7 +498,9 @@ class Graph(Owned):
         handle = driver.cuGraphClone(self.handle)
         copy = Graph.__new__(Graph)
         copy._begin(self.device, None, "")
-        copy._own(handle, partial(driver.cuGraphDestroy, handle), name or f"{self.name} (clone)")
+        copy._own(
+            handle, partial(self.device.context.call, driver.cuGraphDestroy, handle), name or f"{self.name} (clone)"
+        )
         return copy, copy._adopt_clone(self)
 
     def condition(self, default: int | None = None, name: str | None = None) -> Condition:
@@ -811,7 +813,16 @@ class Graph(Owned):
         return GraphError(f"graph {self.root.name!r}: {what}: {error}")
 
 
-def _edge_data(driver: Any, port: str) -> Any:
+def _add_moved(driver: Driver, graph: Any, into: Any, dependencies: Any, count: int) -> Any:
+    """Add ``graph`` itself as a child node."""
+    params = driver.CUgraphNodeParams()
+    params.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH
+    params.graph.graph = graph
+    params.graph.ownership = driver.CUgraphChildGraphNodeOwnership.CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE
+    return driver.cuGraphAddNode(into, dependencies, None, count, params)
+
+
+def _edge_data(driver: Driver, port: str) -> Any:
     data = driver.CUgraphEdgeData()
     data.from_port = PORTS[port]
     if port == "programmatic":

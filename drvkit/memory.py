@@ -83,7 +83,7 @@ class Buffer:
                     raise
                 device.synchronize()  # lets go of what streams held for work that is done
                 address = int(device.driver.cuMemAlloc(max(nbytes, 1)))
-        release = partial(device.driver.cuMemFree, address)
+        release = partial(device.context.call, device.driver.cuMemFree, address)
         return cls._whole(Allocation(device, address, nbytes, "device"), release, dtype, shape)
 
     @classmethod
@@ -92,7 +92,7 @@ class Buffer:
         shape, dtype, nbytes = _extent(shape, dtype)
         with device.context:
             address = int(device.driver.cuMemHostAlloc(max(nbytes, 1), 0))
-        release = partial(device.driver.cuMemFreeHost, address)
+        release = partial(device.context.call, device.driver.cuMemFreeHost, address)
         return cls._whole(Allocation(device, address, nbytes, "pinned"), release, dtype, shape)
 
     @classmethod
@@ -269,6 +269,8 @@ class Buffer:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
+        """For CuPy and others, which hold this Buffer as long as they view its memory. They do not notice `close`:
+        close it when they are done, or hand it over by DLPack, which keeps the memory itself."""
         if self.device.driver.kind != "cuda":
             raise AttributeError(f"memory of {self.device.id} is no CUDA memory: use .numpy()")
         return {
@@ -292,7 +294,7 @@ class Buffer:
         if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
             raise BufferError(f"{self!r}: drvkit exports its memory as it is, it does not copy")
         address = self.address if self.size else 0
-        return dlpack.export(self, address, self.__dlpack_device__(), self.dtype, self.shape, self.strides)
+        return dlpack.export(self.box, address, self.__dlpack_device__(), self.dtype, self.shape, self.strides)
 
     def close(self) -> None:
         """Refuse further use of it and of every other window onto the memory, and free that.
@@ -329,7 +331,7 @@ class MemoryPool(Owned):
         properties.location.id = device.ordinal
         with device.context:
             handle = driver.cuMemPoolCreate(properties)
-        self._own(handle, partial(driver.cuMemPoolDestroy, handle))
+        self._own(handle, partial(device.context.call, driver.cuMemPoolDestroy, handle))
         if release_threshold_bytes:
             threshold = driver.cuuint64_t(release_threshold_bytes)
             driver.cuMemPoolSetAttribute(handle, self._attribute("RELEASE_THRESHOLD"), threshold)
@@ -342,7 +344,8 @@ class MemoryPool(Owned):
         shape, dtype, nbytes = _extent(shape, dtype)
         stream = self.device.as_stream(stream)
         address = int(self.device.driver.cuMemAllocFromPoolAsync(max(nbytes, 1), self.handle, stream.handle))
-        release = partial(_free_async, self.device.driver, self.box, address, stream)
+        free = partial(_free_async, self.device.driver, self.box, address, stream)
+        release = partial(self.device.context.call, free)
         return Buffer._whole(Allocation(self.device, address, nbytes, "pool"), release, dtype, shape)
 
     @property

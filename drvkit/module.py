@@ -100,7 +100,8 @@ class Module(Owned):
                 log = f"\n{_jit_log(driver, image.data)}" if image.kind == "ptx" else ""
                 meaning = f"{error.meaning} (module {self.name}, {what}, on {self.device.arch}){log}"
                 raise DriverError(error.call, error.code, meaning.rstrip()) from None
-        self.loaded.append(Loaded(image, Box(handle, partial(driver.cuModuleUnload, handle), self.info)))
+        release = partial(self.device.context.call, driver.cuModuleUnload, handle)
+        self.loaded.append(Loaded(image, Box(handle, release, self.info)))
 
     @property
     def handle(self) -> Any:

@@ -87,7 +87,8 @@ class Exec(Owned):
         # What launches may touch. It is only ever added to: a launch in flight may still use what was replaced.
         self._kept: dict[int, object] = {id(node.held): node.held for node in nodes}
         self._nodes = {id(node): node for node in nodes}
-        self._own(handle, partial(driver.cuGraphExecDestroy, handle), graph.name, (graph.box, self._kept))
+        release = partial(device.context.call, driver.cuGraphExecDestroy, handle)
+        self._own(handle, release, graph.name, (graph.box, self._kept))
         self._launch = driver.api.cuGraphLaunch
         self._exec_nodes: dict[str, ExecNode] = {}
         self._given: dict[str, Node] | None = None  # by path: the nodes whose parameters the last update took over

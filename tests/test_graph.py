@@ -372,23 +372,31 @@ def test_one_graph_may_be_a_child_many_times(
     assert logged(order) == [1, 1, 1]
 
 
-def test_a_moved_child_goes_on_and_may_hold_conditional_nodes(
-    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream
-) -> None:
-    x, y, z = (ints(device, 0) for _ in range(3))
+def test_a_moved_child_goes_on(device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream) -> None:
+    x, y = (ints(device, 0) for _ in range(2))
     inner = dk.Graph(device, "inner")
-    yes, no = inner.if_else(inner.condition(default=1), name="branch")
-    yes.memset(x, 1, name="one")
-    no.memset(x, 2, name="two")
+    one = inner.memset(x, 1, name="one")
     kid = graph.child(inner, move=True, name="kid")
     assert kid.inner is inner
     assert (inner.node, inner.root) == (kid, graph)
-    inner.memset(y, 3, name="added", after=inner["branch"])
-    yes.memset(z, 4, name="four")
-    assert graph["kid/branch/then/four"].graph is yes
-    assert graph["kid/added"].dependencies == [inner["branch"]]
+    inner.memset(y, 3, name="added", after=one)
+    assert graph["kid/added"].dependencies == [one]
     replay(graph, stream)
-    assert [b.numpy().tolist() for b in (x, y, z)] == [[1], [3], [4]]
+    assert [b.numpy().tolist() for b in (x, y)] == [[1], [3]]
+
+
+@pytest.mark.parametrize("move", [False, True])
+def test_a_child_with_conditional_nodes_is_refused_and_stays_as_it_was(
+    device: dk.Device, graph: dk.Graph, stream: dk.Stream, move: bool
+) -> None:
+    x = ints(device, 0)
+    inner = dk.Graph(device, "inner")
+    inner.if_(inner.condition(default=1), name="branch").memset(x, 1)
+    with pytest.raises(dk.GraphError, match="'kid'.*conditional nodes cannot be in a child graph"):
+        graph.child(inner, move=move, name="kid")
+    assert len(graph) == 0
+    replay(inner, stream)
+    assert x.numpy().tolist() == [1]
 
 
 def test_a_moved_child_may_allocate(device: dk.Device, graph: dk.Graph, stream: dk.Stream) -> None:

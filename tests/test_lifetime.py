@@ -639,7 +639,7 @@ def test_the_process_ends_well_with_work_in_flight(device: dk.Device, module: dk
     places = os.pathsep.join([str(HERE), str(HERE.parent)])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", START + ENDS[what]],
-        env=os.environ | {"PYTHONPATH": places},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([places, os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         timeout=120,
