@@ -441,11 +441,9 @@ class Graph(Owned):
         if graph.node is not None:
             raise self._refusal("child", name, f"graph {graph.name!r} is inside of another graph")
         source = graph.handle
-        add, params = driver.cuGraphAddChildGraphNode, (source,)
-        if move:
-            add, params = partial(_add_moved, driver, source), ()
+        add = partial(_add_moved if move else _add_cloned, driver, source)
         try:
-            node = self._add("child", name, after, add, params, ChildNode)
+            node = self._add("child", name, after, add, (), ChildNode)
         except GraphError as error:
             if isinstance(error.__cause__, DriverError) and error.__cause__.code == "CUDA_ERROR_NOT_SUPPORTED":
                 hint = "conditional nodes cannot be in a child graph, alloc and free nodes only in a moved one"
@@ -811,6 +809,11 @@ class Graph(Owned):
 
     def _error(self, what: str, error: DriverError) -> GraphError:
         return GraphError(f"graph {self.root.name!r}: {what}: {error}")
+
+
+def _add_cloned(driver: Driver, graph: Any, into: Any, dependencies: Any, count: int) -> Any:
+    """Add a clone of ``graph`` as a child node."""
+    return driver.cuGraphAddChildGraphNode(into, dependencies, count, graph)
 
 
 def _add_moved(driver: Driver, graph: Any, into: Any, dependencies: Any, count: int) -> Any:

@@ -128,16 +128,19 @@ class Owned:
     @property
     def handle(self) -> Any:
         """The raw driver value."""
+        self._check_open()
+        return self.box.handle  # type: ignore[union-attr]
+
+    def _check_open(self) -> None:
         if self.box is None:
             raise ClosedError(f"{self.info} is closed")
-        return self.box.handle
 
     def close(self) -> None:
         """Refuse further use, and release it: now, or as soon as nothing uses it any more. Closing twice is fine."""
         self.box = None
 
     def __enter__(self) -> Self:
-        self.handle  # noqa: B018 - refuses a closed one
+        self._check_open()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -106,7 +106,7 @@ class Module(Owned):
     @property
     def handle(self) -> Any:
         """The raw ``CUmodule``, of a module that is one image."""
-        super().handle  # noqa: B018 - refuses a closed one
+        self._check_open()
         if len(self.loaded) != 1:
             raise ValueError(f"module {self.name} is {len(self.loaded)} images: see .loaded")
         return self.loaded[0].box.handle
@@ -127,7 +127,7 @@ class Module(Owned):
         ``signature`` declares the parameters of an ``extern "C"`` kernel that came without a source, as in C++:
         ``"const float* x, float* y, int n"``. `KeyError` lists what there is.
         """
-        super().handle  # noqa: B018 - refuses a closed one
+        self._check_open()
         name = tidy(name)
         if (name, signature) not in self._kernels:
             self._kernels[name, signature] = self._find(name, signature)
@@ -171,7 +171,7 @@ class Module(Owned):
 
         `KeyError` if no image has it, `ValueError` if the size differs or if several images each have their own.
         """
-        super().handle  # noqa: B018 - refuses a closed one
+        self._check_open()
         driver, found = self.device.driver, []
         for loaded in self.loaded:
             try:

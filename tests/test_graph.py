@@ -392,7 +392,7 @@ def test_a_child_with_conditional_nodes_is_refused_and_stays_as_it_was(
     x = ints(device, 0)
     inner = dk.Graph(device, "inner")
     inner.if_(inner.condition(default=1), name="branch").memset(x, 1)
-    with pytest.raises(dk.GraphError, match="'kid'.*conditional nodes cannot be in a child graph"):
+    with pytest.raises(dk.GraphError, match=r"'kid'.*conditional nodes cannot be in a child graph"):
         graph.child(inner, move=move, name="kid")
     assert len(graph) == 0
     replay(inner, stream)

@@ -118,6 +118,7 @@ def test_a_window_keeps_the_whole(device: dk.Device, module: dk.Module, stream: 
 def test_cupy_arrays_of_a_launch(device: dk.Device, module: dk.Module, stream: dk.Stream) -> None:
     cupy = pytest.importorskip("cupy", reason="needs CuPy")
     x, y, scale = cupy.asarray(X), device.zeros(N, np.float32), module.kernel("scale")
+    cupy.full(N, -7, np.float32)  # compiles it, which takes longer than the stream is held
     device.synchronize()
     alive = weakref.ref(x)
     hold(module, stream)

@@ -175,7 +175,7 @@ def test_dynamic_shared_memory(device: dk.Device, module: dk.Module, stream: dk.
 
 def test_the_extents_of_a_launch(device: dk.Device, module: dk.Module, stream: dk.Stream) -> None:
     count, total = ints(device, 0), 0
-    extents: list[tuple[Any, Any]] = [(1, 1), (3, 5), ((2, 3), 7), ((2, 3, 4), (5, 6, 7)), ([2, 2], np.int64(8))]
+    extents: list[tuple[Any, Any]] = [(1, 1), (3, 5), ((2, 3), 7), ((2, 3, 4), (5, 6, 7)), ((2, 2), np.int64(8))]
     for grid, block in [*extents, ((1, 65535), 1)]:
         module.kernel("count_threads").launch(stream, grid=grid, block=block, args=(count,))
         total += int(np.prod(grid) * np.prod(block))
