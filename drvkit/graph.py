@@ -119,6 +119,7 @@ class Graph(Owned):
         self._entered = device.entered
         self._parent = weakref.ref(parent) if parent is not None else None
         self._nodes: dict[str, Node] = {}
+        self._by_handle: dict[int, Node] = {}  # made anew when it is asked for and nodes have come or gone
         self._numbered = 0
         self._broken: str | None = None
         self._modules: list[Module] = []  # of ready-made kernels
@@ -648,12 +649,22 @@ class Graph(Owned):
         if not count:
             return []
         sources, targets, data, _ = driver.cuGraphGetEdges(self.handle, count)
-        by_handle = {int(node.handle): node for node in self._nodes.values()}
         ports = {number: name for name, number in PORTS.items()}
         return [
-            Edge(by_handle[int(a)], by_handle[int(b)], ports.get(int(d.from_port), str(d.from_port)))
+            Edge(self._node_of(a), self._node_of(b), ports.get(int(d.from_port), str(d.from_port)))
             for a, b, d in zip(sources[:count], targets[:count], data[:count], strict=True)
         ]
+
+    def neighbours(self, node: Node, call: str) -> list[Node]:
+        """What `Node.dependencies` and `Node.dependents` are."""
+        get = getattr(self.device.driver, call)
+        _, _, count = get(node.handle)
+        return [self._node_of(handle) for handle in get(node.handle, count)[0][:count]] if count else []
+
+    def _node_of(self, handle: Any) -> Node:
+        if len(self._by_handle) != len(self._nodes):
+            self._by_handle = {int(node.handle): node for node in self._nodes.values()}
+        return self._by_handle[int(handle)]
 
     def add_edge(self, source: Node | Port, target: Node) -> None:
         """``target`` waits for ``source``, or for a port of it."""
@@ -679,6 +690,7 @@ class Graph(Owned):
         self._own_node(node, "remove")
         self.device.driver.cuGraphDestroyNode(node.handle)
         del self._nodes[node.name]
+        self._by_handle = {}
 
     # Making and showing it
 

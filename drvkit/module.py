@@ -563,7 +563,10 @@ class Launch:
     def __init__(self, kernel: Kernel, stream: Stream, config: Config, args: Sequence[Any]) -> None:
         self.kernel, self.stream, self.config = kernel, stream, config
         self._arguments = kernel._new_block()
-        self._held = [kernel.image_box, held(config.attributes), *self._arguments.pack(args)]
+        pointers = (p.index for p in kernel.signature.parameters if p.is_pointer)
+        # By parameter; a set makes a new one, so that launches in flight keep what they had.
+        self._held: dict[object, object] = dict(zip(pointers, self._arguments.pack(args), strict=True))
+        self._held["kernel"] = kernel.image_box, held(config.attributes)
         self._address = self._arguments.address
         self._launch_config = kernel._launch_config(config, stream)
         self._call = kernel.device.driver.api.cuLaunchKernelEx
@@ -580,12 +583,16 @@ class Launch:
             stream.hold(self._held)
 
     def set(self, **arguments: Any) -> None:
-        """Change arguments, by their names in the source, for the launches to come."""
+        """Change arguments, by their names in the source, for the launches to come.
+
+        `ArgumentError` names the one that does not fit; then none is changed.
+        """
         signature = self.kernel.signature
-        for name, value in arguments.items():
-            index = signature.locate(name)
-            self._arguments.swap(index, signature.value(index, value))
-            self._held.append(holder(value))
+        changes = [(signature.locate(name), value) for name, value in arguments.items()]
+        packed = [signature.value(index, value) for index, value in changes]
+        self._held = self._held | {i: holder(value) for i, value in changes if signature.parameters[i].is_pointer}
+        for (index, _), raw in zip(changes, packed, strict=True):
+            self._arguments.swap(index, raw)
 
     def __repr__(self) -> str:
         return f"<Launch of {self.kernel.name}, grid {self.config.grid}, block {self.config.block}>"

@@ -97,12 +97,12 @@ class Node:
     @property
     def dependencies(self) -> list[Node]:
         """The nodes it waits for."""
-        return [edge.source for edge in self.graph.edges() if edge.target is self]
+        return self.graph.neighbours(self, "cuGraphNodeGetDependencies")
 
     @property
     def dependents(self) -> list[Node]:
         """The nodes that wait for it."""
-        return [edge.target for edge in self.graph.edges() if edge.source is self]
+        return self.graph.neighbours(self, "cuGraphNodeGetDependentNodes")
 
     @property
     def parameters(self) -> dict[str, Any]:
