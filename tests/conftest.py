@@ -11,13 +11,16 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 import pytest
+from kernels import SOURCE
 from numpy.typing import DTypeLike, NDArray
 
 from drvkit import ops
 from drvkit.device import Device, Stream
 from drvkit.driver import DriverError
+from drvkit.graph import Graph
 from drvkit.lifetime import live
 from drvkit.memory import Buffer
+from drvkit.module import Module
 
 NO_GPU = ("NO_LIBRARY", "CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_STUB_LIBRARY")
 
@@ -67,6 +70,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def stream(device: Device) -> Iterator[Stream]:
     with device.stream() as stream:
         yield stream
+
+
+@pytest.fixture(scope="module")
+def module(device: Device) -> Iterator[Module]:
+    """The tests' own kernels."""
+    with device.module(SOURCE) as module:
+        yield module
+
+
+@pytest.fixture
+def graph(device: Device, request: pytest.FixtureRequest) -> Iterator[Graph]:
+    with Graph(device, "tested") as graph:
+        yield graph
+    del request.node.funcargs["graph"]  # pytest would hold it, and it its nodes, until everything was looked at
 
 
 @pytest.fixture

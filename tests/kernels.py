@@ -1,11 +1,15 @@
-"""The CUDA text of the kernels that the tests launch, and what the host must know of them."""
+"""The CUDA text of the kernels that the tests launch, what the host must know of them, and short ways to use them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from drvkit.device import Stream
+from drvkit.device import Device, Stream
 from drvkit.graph import Graph
+from drvkit.memory import Buffer
+from drvkit.module import Module
 from drvkit.source import Source
 
 SOURCE = Source.from_text(
@@ -141,3 +145,13 @@ def replay(graph: Graph, stream: Stream, launches: int = 1) -> None:
         for _ in range(launches):
             exe.launch(stream)
         stream.synchronize()
+
+
+def ints(device: Device, *values: int) -> Buffer:
+    """Device memory with these int32."""
+    return device.array(np.array(values, np.int32))
+
+
+def scaled(graph: Graph, module: Module, x: Any, y: Any, alpha: float, **how: Any) -> Any:
+    """A node that sets ``y = alpha * x``, for at most 1024 elements."""
+    return graph.kernel(module.kernel("scale"), grid=4, block=256, args=(x, y, x.size, alpha), **how)

@@ -159,12 +159,6 @@ class World:
         return self.graph
 
 
-@pytest.fixture(scope="module")
-def module(device: dk.Device) -> Iterator[dk.Module]:
-    with device.module(SOURCE) as module:
-        yield module
-
-
 @pytest.fixture
 def world(device: dk.Device, module: dk.Module, stream: dk.Stream) -> Iterator[World]:
     extents: list[tuple[Any, Any]] = [(N, "f4"), (N, "f4"), ((4, 6), "i4"), (4, "f8")]

@@ -8,29 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernels import SOURCE, replay
+from kernels import ints, replay, scaled
 
 import drvkit as dk
 
 N = 1000
 X = np.arange(N, dtype=np.float32)
-
-
-@pytest.fixture(scope="module")
-def module(device: dk.Device) -> Iterator[dk.Module]:
-    with device.module(SOURCE) as module:
-        yield module
-
-
-@pytest.fixture
-def graph(device: dk.Device, request: pytest.FixtureRequest) -> Iterator[dk.Graph]:
-    with dk.Graph(device, "tested") as graph:
-        yield graph
-    del request.node.funcargs["graph"]  # pytest would hold it, and it its nodes, until everything was looked at
-
-
-def scaled(graph: dk.Graph, module: dk.Module, x: Any, y: Any, alpha: float, **how: Any) -> Any:
-    return graph.kernel(module.kernel("scale"), grid=4, block=256, args=(x, y, N, alpha), **how)
 
 
 def log(device: dk.Device) -> dk.Buffer:
@@ -45,10 +28,6 @@ def logged(buffer: dk.Buffer) -> list[int]:
 
 def append(graph: dk.Graph, module: dk.Module, to: dk.Buffer, value: int, **how: Any) -> Any:
     return graph.kernel(module.kernel("append"), grid=1, block=1, args=(to, value), **how)
-
-
-def ints(device: dk.Device, *values: int) -> dk.Buffer:
-    return device.array(np.array(values, np.int32))
 
 
 # ---- every kind of node --------------------------------------------------------------------------------------------

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from kernels import SOURCE
 from numpy.typing import NDArray
 
 import drvkit as dk
@@ -22,12 +21,6 @@ RECORD = np.dtype([("a", "i4"), ("b", "f8"), ("c", "i2", (3,))], align=True)
 PLAIN = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16"]
 SMALL = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn", "int4"]
 GUARD = 0x5A
-
-
-@pytest.fixture(scope="module")
-def module(device: dk.Device) -> Iterator[dk.Module]:
-    with device.module(SOURCE) as module:
-        yield module
 
 
 def dtype_of(name: str) -> np.dtype[Any]:

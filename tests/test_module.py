@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernels import SOURCE
+from kernels import SOURCE, ints
 
 import drvkit as dk
 from drvkit.build import build
@@ -24,16 +24,6 @@ GENERIC = dk.Source.from_text(
     """,
     "generic.cu",
 )
-
-
-@pytest.fixture(scope="module")
-def module(device: dk.Device) -> Iterator[dk.Module]:
-    with device.module(SOURCE) as module:
-        yield module
-
-
-def ints(device: dk.Device, *values: int) -> dk.Buffer:
-    return device.array(np.array(values, np.int32))
 
 
 def check_scale(kernel: dk.Kernel, device: dk.Device, stream: dk.Stream, **how: Any) -> None:

@@ -4,40 +4,19 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from compare import assert_equal_bits
-from kernels import OUT, SOURCE, TRIPLE
+from kernels import OUT, TRIPLE, ints, scaled
 
 import drvkit as dk
 
 N = 1000
 X = np.arange(1, N + 1, dtype=np.float32)
-
-
-@pytest.fixture(scope="module")
-def module(device: dk.Device) -> Iterator[dk.Module]:
-    with device.module(SOURCE) as module:
-        yield module
-
-
-@pytest.fixture
-def graph(device: dk.Device, request: pytest.FixtureRequest) -> Iterator[dk.Graph]:
-    with dk.Graph(device, "tested") as graph:
-        yield graph
-    del request.node.funcargs["graph"]  # pytest would hold it, and it its nodes, until everything was looked at
-
-
-def scaled(graph: dk.Graph, module: dk.Module, x: Any, y: Any, alpha: float, **how: Any) -> Any:
-    return graph.kernel(module.kernel("scale"), grid=4, block=256, args=(x, y, N, alpha), **how)
-
-
-def ints(device: dk.Device, *values: int) -> dk.Buffer:
-    return device.array(np.array(values, np.int32))
 
 
 def run(exe: dk.Exec, stream: dk.Stream) -> None:

@@ -6,27 +6,17 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from kernels import SOURCE
+from kernels import SOURCE, ints
 
 import drvkit as dk
 
 N = 1000
 X = np.arange(N, dtype=np.float32)
-
-
-@pytest.fixture(scope="module")
-def module(device: dk.Device) -> Iterator[dk.Module]:
-    with device.module(SOURCE) as module:
-        yield module
-
-
-def ints(device: dk.Device, *values: int) -> dk.Buffer:
-    return device.array(np.array(values, np.int32))
 
 
 def spin(module: dk.Module, stream: Any, milliseconds: int) -> None:

@@ -1,7 +1,7 @@
-"""What launches and graphs cost the host: drvkit beside C, cuda.bindings, cuda.core, CuPy and PyTorch.
+"""What launches and graphs cost the host: drvkit beside C, cuda.bindings, cuda.core and CuPy.
 
-Run ``python tests/bench/bench_launch.py [--json FILE]`` where there is a GPU. All columns work on one device and one
-stream, and all but torch with one kernel. A number is the median over rounds, in microseconds per operation; the
+Run ``python tests/bench/bench_launch.py [--json FILE]`` where there is a GPU. All columns work on one device, stream and
+kernel. A number is the median over rounds, in microseconds per operation; the
 columns take turns round by round, so that drift hits all alike; a round is the mean of some runs after a first one that
 does not count, because the other columns have emptied the caches. Only host calls are timed: the stream is synchronized
 before each run, and a run queues no more than the driver takes without blocking. The statements that are timed stand
@@ -338,30 +338,6 @@ class CuPy(Peer):
         return self.time("graph.launch(stream)", GRAPH_LAUNCHES[nodes], graph=self.replays[nodes])
 
 
-class Torch(Peer):
-    name = "torch"
-
-    def __init__(self, shared: Shared, _: Path) -> None:
-        super().__init__(shared)
-        self.torch = torch = import_module("torch")
-        device = torch.device("cuda", shared.device.ordinal)
-        self.stream = torch.cuda.ExternalStream(int(shared.stream.handle), device=device)
-        self.scope = {"mul": torch.mul, "x": torch.ones(1024, device=device), "y": torch.empty(1024, device=device)}
-
-    def launch_typed(self) -> float:
-        with self.torch.cuda.stream(self.stream):
-            return self.time("mul(x, 2.0, out=y)", LAUNCHES)
-
-    def launch_graph(self, nodes: int) -> float:
-        if nodes not in self.replays:
-            self.replays[nodes] = self.torch.cuda.CUDAGraph()
-            with self.torch.cuda.graph(self.replays[nodes]):
-                for _ in range(nodes):
-                    self.torch.mul(self.scope["x"], 2.0, out=self.scope["y"])
-        with self.torch.cuda.stream(self.stream):
-            return self.time("graph.replay()", GRAPH_LAUNCHES[nodes], graph=self.replays[nodes])
-
-
 class Drvkit(Peer):
     name = "drvkit"
 
@@ -458,7 +434,7 @@ def reason(error: Exception) -> str:
 def open_peers(shared: Shared, directory: Path) -> list[Peer]:
     """The columns. One that cannot be had is there all the same, and says why at every operation."""
     peers: list[Peer] = []
-    for kind in (Floor, Bindings, Core, CuPy, Torch, Drvkit):
+    for kind in (Floor, Bindings, Core, CuPy, Drvkit):
         try:
             peers.append(kind(shared, directory))
         except Exception as error:
@@ -501,7 +477,7 @@ def header(shared: Shared) -> str:
     cuda = shared.device.driver.cuDriverGetVersion()
     parts = [f"{shared.device.name}, driver for CUDA {cuda // 1000}.{cuda % 1000 // 10}", cpu]
     parts.append(f"Python {platform.python_version()}")
-    for package in ("cuda-bindings", "cuda-core", "cupy-cuda13x", "torch"):
+    for package in ("cuda-bindings", "cuda-core", "cupy-cuda13x"):
         try:
             parts.append(f"{package} {version(package)}")
         except PackageNotFoundError:
