@@ -1,11 +1,11 @@
 """What launches and graphs cost the host: drvkit beside C, cuda.bindings, cuda.core and CuPy.
 
-Run ``python tests/bench/bench_launch.py [--json FILE]`` where there is a GPU. All columns work on one device, stream and
-kernel. A number is the median over rounds, in microseconds per operation; the
-columns take turns round by round, so that drift hits all alike; a round is the mean of some runs after a first one that
-does not count, because the other columns have emptied the caches. Only host calls are timed: the stream is synchronized
-before each run, and a run queues no more than the driver takes without blocking. The statements that are timed stand
-below as text, for `timeit` to run them in a loop with the garbage collector off. Nothing is asserted.
+Run ``python tests/bench/bench_launch.py [--json FILE]`` where there is a GPU. All columns work on one device, stream
+and kernel. A number is the median over rounds, in microseconds per operation; the columns take turns round by round, so
+that drift hits all alike; a round is the mean of some runs after a first one that does not count, because the other
+columns have emptied the caches. Only host calls are timed: the stream is synchronized before each run, and a run queues
+no more than the driver takes without blocking. The statements that are timed stand below as text, for `timeit` to run
+them in a loop with the garbage collector off. Nothing is asserted.
 """
 
 from __future__ import annotations
