@@ -112,11 +112,15 @@ def _put_domain(driver: Driver, to: Any, value: Any) -> None:
 
 
 def _put_domain_map(driver: Driver, to: Any, value: Any) -> None:
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise TypeError("wanted two domains, (default, remote)")
     to.memSyncDomainMap.default_, to.memSyncDomainMap.remote = value
 
 
 def _put_window(driver: Driver, to: Any, value: AccessPolicyWindow) -> None:
     window, prefix = to.accessPolicyWindow, "CU_ACCESS_PROPERTY_"
+    if not 0 <= value.hit_ratio <= 1:
+        raise ValueError(f"access_policy_window.hit_ratio: wanted 0..1, got {value.hit_ratio!r}")
     window.base_ptr, window.num_bytes = value.buffer.address, value.buffer.nbytes
     window.hitRatio = value.hit_ratio
     window.hitProp = _choice(driver, "CUaccessProperty", prefix, value.hit, "access_policy_window.hit")
@@ -133,10 +137,14 @@ def _put_completion_event(driver: Driver, to: Any, value: Event) -> None:
 
 
 def _put_updatable(driver: Driver, to: Any, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError("wanted True or False")
     to.deviceUpdatableKernelNode.deviceUpdatable = int(value)
 
 
 def _put_priority(driver: Driver, to: Any, value: int) -> None:
+    if isinstance(value, bool):
+        raise TypeError("wanted an integer")
     to.priority = value
 
 

@@ -259,6 +259,8 @@ def build(
     for given in (names, options):
         if isinstance(given, str):
             raise TypeError(f"a sequence of str is wanted, not the one str {given!r}")
+    if kind not in ("cubin", "ptx"):
+        raise ValueError(f"kind: wanted cubin or ptx, got {kind!r}")
     arch = _checked_arch(arch, kind)
     flags = (f"--gpu-architecture={arch}", f"--std={std}", *(["-lineinfo"] if lineinfo else []), *_checked(options))
     automatic = not names
@@ -329,9 +331,12 @@ def _compile(
 
 def _output(program: Any, what: str) -> bytes:
     nvrtc = open_nvrtc()
-    buffer: bytes = b" " * getattr(nvrtc, f"nvrtcGet{what}Size")(program)
-    getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)  # fills the bytes in place
-    return buffer
+    size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
+    # The bindings fill bytes in place. Python shares the bytes of length 0 and 1 among all that use them: writing into
+    # those would change b" " everywhere.
+    buffer = bytes(size + 2)
+    getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
+    return buffer[:size]
 
 
 @cached

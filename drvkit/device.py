@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import re
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from .driver import Driver, open_driver
-from .lifetime import ClosedError, Owned
+from .lifetime import ClosedError, Owned, release_parked
 
 if TYPE_CHECKING:  # the verbs below that reach further down import when they are called
     from .build import Image
@@ -62,6 +62,8 @@ class Device:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __new__(cls, name: str | None = None) -> Device:
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"device name: wanted text such as 'cuda:0', got {name!r}")
         match = re.fullmatch(r"([a-z]+)(?::(\d+))?", name or "cuda")
         if not match:
             raise ValueError(f"device name {name!r}: wanted 'cuda' or 'cuda:<number>'")
@@ -85,9 +87,11 @@ class Device:
         self.handle = driver.cuDeviceGet(ordinal)
         self.context = Context(driver, driver.cuDevicePrimaryCtxRetain(self.handle))
         self.callback_errors: deque[BaseException] = deque()  # raised by host nodes, told at the next synchronize
-        self.ready_made: WeakValueDictionary[str, Module] = WeakValueDictionary()  # modules that graphs share
+        self.ready_made: weakref.WeakValueDictionary[str, Module] = (
+            weakref.WeakValueDictionary()
+        )  # modules that graphs share
         self._attributes: dict[str, int] = {}
-        self.streams: WeakSet[Stream] = WeakSet()
+        self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._foreign_streams: dict[int, Stream] = {}
         self.entered = _Entered()
         self.enter_thread()
@@ -160,6 +164,8 @@ class Device:
 
     def array(self, values: ArrayLike, dtype: DTypeLike | None = None) -> Buffer:
         """A copy of host ``values`` in device memory, complete when this returns."""
+        if isinstance(values, np.ma.MaskedArray):
+            raise TypeError("array: a masked array: device memory has no mask; fill or compress it first")
         host = np.ascontiguousarray(values, dtype)
         return self.empty(np.shape(values), host.dtype).copy_from(host.reshape(np.shape(values)))
 
@@ -199,6 +205,8 @@ class Device:
             raise
         for stream, _, batches in passed:
             stream._pass(batches)
+        del passed
+        release_parked()
         self.raise_callback_error()
 
     def raise_callback_error(self) -> None:
@@ -206,7 +214,11 @@ class Device:
             raise self.callback_errors.popleft()
 
     def as_stream(self, stream: Any) -> Stream:
-        """``stream`` as a `Stream`: one of ours as it is, a foreign one by ``__cuda_stream__`` (CuPy, PyTorch, ...)."""
+        """``stream`` as a `Stream`: one of ours as it is, a foreign one by ``__cuda_stream__`` (CuPy, PyTorch, ...).
+
+        What is queued on a foreign stream is held until this Stream, or the device, is synchronized; what is queued
+        there while its owner captures it, the owner must keep alive with his graph.
+        """
         if isinstance(stream, Stream):
             if stream.device is not self:
                 raise ValueError(f"stream {stream.name} belongs to {stream.device.id}, not to {self.id}")
@@ -308,6 +320,9 @@ class Stream(Owned):
     def __init__(self, device: Device, *, priority: int = 0) -> None:
         driver = device.driver
         with device.context:
+            least, greatest = driver.cuCtxGetStreamPriorityRange()
+            if isinstance(priority, bool) or not isinstance(priority, int) or not greatest <= priority <= least:
+                raise ValueError(f"stream priority: wanted an integer in [{greatest}, {least}], got {priority!r}")
             handle = driver.cuStreamCreateWithPriority(driver.CUstream_flags.CU_STREAM_NON_BLOCKING, priority)
         self._begin(device, handle)
         destroy = partial(_destroy_stream, driver, handle, self._ledger, self._batches)
@@ -316,6 +331,7 @@ class Stream(Owned):
     def _begin(self, device: Device, handle: Any) -> None:
         self.device = device
         device.streams.add(self)
+        self.weak = weakref.ref(self)
         self.raw: Any = handle  # the CUstream, as long as it is open; launches compare it
         self.capturing: Capturing | None = None
         self._ledger: list[object] = []  # what work may touch that no event marks yet
@@ -349,8 +365,8 @@ class Stream(Owned):
         pending = self.pending
         if pending is None:
             raise ClosedError(f"{self.info} is closed")
+        self.newest = thing  # before adding: whoever takes the list in between resets it
         pending.append(thing)
-        self.newest = thing
         if len(pending) > HELD_PER_BATCH:
             self.settle()
 
@@ -366,9 +382,13 @@ class Stream(Owned):
         """Mark what is pending with an event; let go of the batches whose event was reached."""
         if self.capturing is not None:
             return
-        taken = self._take()
         event = Event(self.device, timing=False)
-        self.device.driver.cuEventRecord(event.handle, self.handle)
+        taken = self._take()
+        try:
+            self.device.driver.cuEventRecord(event.handle, self.handle)
+        except BaseException:
+            self._ledger[:0] = taken
+            raise
         with self._lock:
             self._batches.append((event, taken))
             while self._batches[0][0].done:
@@ -393,6 +413,8 @@ class Stream(Owned):
             self._ledger[:0] = taken
             raise
         self._pass(batches)
+        del taken, batches
+        release_parked()
         self.device.raise_callback_error()
 
     def _pass(self, batches: list[tuple[Event, list[object]]]) -> None:
@@ -403,6 +425,8 @@ class Stream(Owned):
 
     def wait(self, event: Event) -> None:
         """Later work of this stream starts after ``event``; one that a capture recorded takes this stream into it."""
+        if not isinstance(event, Event):
+            raise TypeError(f"stream {self.name}: wait: wanted an Event, got {event!r}")
         self.device.driver.cuStreamWaitEvent(self.handle, event.handle, 0)
         if event.capturing is not None and event.capturing.streams:
             event.capturing.join(self)
@@ -410,22 +434,29 @@ class Stream(Owned):
 
     def record(self, event: Event | None = None) -> Event:
         """Record ``event`` (a new one with timing if none is given) after the work so far."""
+        if event is not None and not isinstance(event, Event):
+            raise TypeError(f"stream {self.name}: record: wanted an Event, got {event!r}")
         return (event or Event(self.device)).record(self)
 
     def close(self) -> None:
         """Wait for its work, then destroy it. A foreign stream is left alone; only what it held is let go."""
         if not self.closed:
-            self.synchronize()
-            self.device._foreign_streams.pop(int(self.handle), None)
-            self.pending = self.newest = self.raw = None
+            try:
+                self.synchronize()
+            finally:
+                self._shut()
+
+    def _shut(self) -> None:
+        if self.box is not None:
+            self.device._foreign_streams.pop(int(self.box.handle), None)
+        self.pending = self.newest = self.raw = None
         super().close()
 
     def __exit__(self, *exc: object) -> None:
         if exc[0] is None:
             self.close()
         else:  # the block's own error is the one to tell
-            self.pending = self.newest = self.raw = None
-            super().close()
+            self._shut()
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, int(self.handle)

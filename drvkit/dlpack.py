@@ -6,12 +6,13 @@ Source: the DLPack ABI, version 0.x (``DLManagedTensor``), which every consumer 
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-__all__ = ["CUDA", "CUDA_HOST", "CUDA_MANAGED", "export", "read"]
+__all__ = ["CUDA", "CUDA_HOST", "CUDA_MANAGED", "export", "read", "sweep"]
 
 CUDA, CUDA_HOST, CUDA_MANAGED = 2, 3, 13  # DLDeviceType
 
@@ -57,19 +58,16 @@ class _Managed(ctypes.Structure):
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
 _Managed._fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
 
-_NAME, _USED = b"dltensor", b"used_dltensor"
-_Destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)  # of a capsule, borrowed for the call
+_NAME = b"dltensor"  # of a capsule that nobody has consumed yet
 
 _new = ctypes.pythonapi.PyCapsule_New
-_new.restype, _new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, _Destructor]
+_new.restype, _new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-_raw_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
-_raw_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
+_valid = ctypes.pythonapi.PyCapsule_IsValid
+_valid.restype, _valid.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
 
-# What is handed out and not yet given back: address of the struct -> (struct, shape and strides, owner).
+# What is handed out and not yet given back: address of the struct -> (capsule, struct, shape and strides, owner).
 _exported: dict[int, tuple[Any, ...]] = {}
 
 
@@ -78,11 +76,27 @@ def _delete(managed: Any) -> None:
     _exported.pop(ctypes.addressof(managed.contents), None)
 
 
-@_Destructor  # type: ignore[untyped-decorator]
-def _drop_unused(capsule: int) -> None:
-    """A capsule that nobody consumed still owns its struct; a consumed one has another name."""
-    if _raw_valid(capsule, _NAME):
-        _exported.pop(_raw_pointer(capsule, _NAME), None)
+def sweep() -> None:
+    """Take back what was never consumed and is held by nobody any more.
+
+    A capsule could do that itself by a destructor; but that runs while a refusing consumer's exception is on its way,
+    which code in Python would destroy.
+    """
+    for where, entry in list(_exported.items()):
+        if sys.getrefcount(entry[0]) == _UNHELD and _valid(entry[0], _NAME):
+            _exported.pop(where, None)
+
+
+def _unheld() -> int:
+    """The reference count that `sweep` sees of a capsule that only ``_exported`` holds."""
+    _exported[0] = (object(),)
+    for _, entry in list(_exported.items()):
+        count = sys.getrefcount(entry[0])
+    del _exported[0]
+    return count
+
+
+_UNHELD = _unheld()
 
 
 def export(
@@ -94,6 +108,7 @@ def export(
     strides: tuple[int, ...],
 ) -> Any:
     """A capsule for memory that ``owner`` keeps alive; ``strides`` in bytes. `BufferError` if the dtype has no code."""
+    sweep()
     ndim = len(shape)
     extents = (ctypes.c_int64 * max(2 * ndim, 1))(*shape, *(stride // dtype.itemsize for stride in strides))
     managed = _Managed()
@@ -106,8 +121,9 @@ def export(
     tensor.strides = ctypes.cast(first + 8 * ndim, ctypes.POINTER(ctypes.c_int64))
     managed.deleter = _delete
     where = ctypes.addressof(managed)
-    _exported[where] = (managed, extents, owner)
-    return _new(where, _NAME, _drop_unused)
+    capsule = _new(where, _NAME, None)
+    _exported[where] = (capsule, managed, extents, owner)
+    return capsule
 
 
 def _code(dtype: np.dtype[Any]) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
@@ -65,8 +66,11 @@ class _Door:
         def call(*args: Any) -> Any:
             try:
                 result = function(*args)
-            except RuntimeError as error:  # how the bindings say that a library or a symbol is missing
-                raise self._missing(name, error) from None
+            except RuntimeError as error:
+                missing = self._missing(name, error)
+                if missing is None:
+                    raise
+                raise missing from None
             if result[0]:  # the zero of every result enum is success
                 raise self.error(name, result[0])
             return result[1] if len(result) == 2 else result[1:] or None
@@ -74,15 +78,22 @@ class _Door:
         call.__name__ = call.__qualname__ = name
         return call
 
-    def _missing(self, name: str, error: RuntimeError) -> DriverError:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        if type(error).__name__ == "FunctionNotFoundError" or re.search(r'Function "\w+" not found', reason):
+    def _missing(self, name: str, error: RuntimeError) -> DriverError | None:
+        """How the bindings say that a library or a function is missing; None for what says something else."""
+        kind, reason = type(error).__name__, str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        if kind == "FunctionNotFoundError" or re.search(r'Function "\w+" not found', reason):
             return DriverError(name, "NO_FUNCTION", f"this {self.library} does not have it ({reason})")
-        return DriverError(name, "NO_LIBRARY", f"{self.library} was not found ({reason})")
+        if kind.startswith("DynamicLib") or "dlopen" in reason:
+            return DriverError(name, "NO_LIBRARY", f"{self.library} was not found ({reason})")
+        return None
 
     def error(self, call: str, code: Any) -> DriverError:
         """The error that stands for a result code other than success."""
         raise NotImplementedError
+
+
+class _InCapture(threading.local):
+    refused: DriverError | None = None  # the newest call of this thread that was refused because a stream was captured
 
 
 class Driver(_Door):
@@ -98,7 +109,7 @@ class Driver(_Door):
     def __init__(self, kind: str, api: ModuleType) -> None:
         super().__init__(api)
         self.kind = kind
-        self.capture_broken_by: DriverError | None = None  # the newest call refused because a stream was capturing
+        self.in_capture = _InCapture()
 
     def error(self, call: str, code: Any) -> DriverError:
         """The `DriverError` for a result code, given as the enum or as the number that a raw function returned."""
@@ -110,7 +121,7 @@ class Driver(_Door):
         meaning = text.decode() if not status and text else "no description"
         error = DriverError(call, code.name, meaning)
         if code.name.startswith("CUDA_ERROR_STREAM_CAPTURE"):
-            self.capture_broken_by = error
+            self.in_capture.refused = error
         return error
 
     @cache  # noqa: B019 - a driver lives as long as the process

@@ -8,6 +8,8 @@ Source: CUDA Driver API, "Graph Management".
 
 from __future__ import annotations
 
+import difflib
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,9 +22,9 @@ from . import show
 from .attributes import Attributes, encode, held
 from .device import Capturing, Device, Event, Stream
 from .driver import Driver, DriverError
-from .lifetime import CaptureScope, ClosedError, Owned
+from .lifetime import ClosedError, Owned, ReleaseLater
 from .memory import Buffer, copy_params, fill_params, view_of
-from .module import Kernel, Module
+from .module import Kernel, Module, shared_module
 from .node import (
     PORTS,
     After,
@@ -46,6 +48,7 @@ from .node import (
     WriteValue,
     mem_op_params,
 )
+from .scalars import said
 from .signature import UNFIT, ArgumentError
 
 if TYPE_CHECKING:
@@ -106,6 +109,8 @@ class Graph(Owned):
     kind = "graph"
 
     def __init__(self, device: Device, name: str = "graph") -> None:
+        if not isinstance(device, Device):
+            raise TypeError(f"graph {name!r}: wanted a Device, got {device!r}")
         driver = device.driver
         handle = driver.cuGraphCreate(0)
         self._begin(device, None, "")
@@ -161,25 +166,29 @@ class Graph(Owned):
 
     def __getitem__(self, path: str) -> Node:
         """A node by its name; inside of others by path: ``graph["branch/then/inc"]``."""
-        node = self._nodes.get(path)
+        node = self._find(path)
         if node is None:
-            for name, outer in self._nodes.items():
-                for label, body in outer.bodies.items():
-                    prefix = f"{name}/{label}/" if label else f"{name}/"
-                    if path.startswith(prefix):
-                        return body[path[len(prefix) :]]
-            raise GraphError(f"graph {self.name!r} has no node {path!r}; it has {', '.join(self._nodes) or 'none'}")
+            near = difflib.get_close_matches(path, [node.path for node in self.walk()], n=8, cutoff=0.4)
+            hint = f"; there are {', '.join(near)}" if near else f"; there are {len(self)} nodes"
+            raise GraphError(f"graph {self.name!r} has no node {path!r}{hint}")
+        return node
+
+    def _find(self, path: str) -> Node | None:
+        node = self._nodes.get(path)
+        if node is None and isinstance(path, str) and "/" in path:
+            name, rest = path.split("/", 1)
+            bodies = self._nodes[name].bodies if name in self._nodes else {}
+            if "" in bodies:  # a child has no label
+                return bodies[""]._find(rest)
+            label, _, rest = rest.partition("/")
+            return bodies[label]._find(rest) if label in bodies else None
         return node
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def __contains__(self, path: str) -> bool:
-        try:
-            self[path]
-        except GraphError:
-            return False
-        return True
+        return self._find(path) is not None
 
     def walk(self) -> Iterator[Node]:
         """All nodes, those of bodies and children behind the node that they are in."""
@@ -188,12 +197,10 @@ class Graph(Owned):
             for body in node.bodies.values():
                 yield from body.walk()
 
-    @property
-    def handle(self) -> Any:
-        """The raw ``CUgraph``."""
+    def _check_open(self) -> None:
         if self._broken:
             raise GraphError(self._broken)
-        return super().handle
+        super()._check_open()
 
     def close(self) -> None:
         """Refuse further use of it, and of the graphs inside of it; let go of what its nodes hold. Its execs go on.
@@ -206,11 +213,7 @@ class Graph(Owned):
     def _close(self) -> None:
         super().close()
         for node in self._nodes.values():
-            node.held = ()
-            if isinstance(node, AllocNode):
-                node.buffer.close()
-            for body in node.bodies.values():
-                body._close()
+            node.let_go()
         self._modules.clear()
 
     # Kernels
@@ -233,8 +236,10 @@ class Graph(Owned):
         """
         box = self.box
         if box is None or self._broken:
-            self.handle  # noqa: B018 - tells why
-            raise AssertionError
+            self._check_open()
+            raise AssertionError  # it has said why
+        if kernel.__class__ is not Kernel or args.__class__ is not tuple:
+            args = self._kernel_args(kernel, args, name)
         if name is None:
             name = f"{kernel.name}#{self._numbered}"
             self._numbered += 1
@@ -243,10 +248,10 @@ class Graph(Owned):
         ports = None
         if after is None:
             dependencies, count = None, 0
-        elif after.__class__ is KernelNode and after._graph is self._ref and after.name in self._nodes:
+        elif after.__class__ is KernelNode and self._nodes.get(after.name) is after:
             dependencies, count = [after.handle], 1
         else:
-            dependencies, count, ports = self._dependencies(after, name)
+            dependencies, count, ports = self._dependencies(after, name, for_kernel=True)
         signature = kernel.signature
         if kernel.device is not self.device or signature.takes_handles:
             self._check_kernel(kernel, args, name)
@@ -263,10 +268,7 @@ class Graph(Owned):
             or attributes
         ):
             config = kernel.config(grid, block, shared_mem_bytes, attributes)
-            ready.configure_node(config)
-            if not attributes:  # they hold what they refer to, which the block must not
-                ready.node_grid, ready.node_block, ready.node_shared = grid, block, shared_mem_bytes
-                ready.node_config = config
+            ready.configure_node(config, grid, block, shared_mem_bytes)
         try:
             references = signature.write(args, ready.memory, ready.base, kernel.image_box)
         except UNFIT:
@@ -275,8 +277,6 @@ class Graph(Owned):
         if code:
             error = kernel.refusal("cuGraphAddKernelNode", code, config)
             raise GraphError(f"graph {self.root.name!r}: kernel node {self.path + name!r}: {error}") from error
-        if args.__class__ is not tuple:
-            args = tuple(args)
         node = KernelNode(self._ref, handle, name, references, kernel, config, args)
         free.append(ready)
         self._nodes[name] = node
@@ -302,6 +302,14 @@ class Graph(Owned):
             self.remove(node)
             raise
 
+    def _kernel_args(self, kernel: Any, args: Any, name: str | None) -> tuple[Any, ...]:
+        if not isinstance(kernel, Kernel):
+            hint = "; dev.module(...).kernel(name) gives one" if isinstance(kernel, str) else ""
+            raise TypeError(
+                f"graph {self.root.name!r}: kernel node {name or ''}: wanted a Kernel, got {kernel!r}{hint}"
+            )
+        return kernel.arguments(args)
+
     def _check_kernel(self, kernel: Kernel, args: Sequence[Any], name: str) -> None:
         if kernel.device is not self.device:
             raise GraphError(
@@ -320,19 +328,42 @@ class Graph(Owned):
         """Set ``condition`` to the value of ``flag`` when the node runs: a device array of one bool or integer."""
         view = view_of(flag)
         if view is None or view.nbytes != view.dtype.itemsize:
-            raise TypeError(f"set_condition: flag: wanted a device array of one element, got {flag!r}")
+            raise TypeError(f"set_condition: flag: wanted a device array of one element, got {said(flag)}")
         types = {"bool": "bool", "int8": "signed char", "uint8": "unsigned char", "int16": "short"}
         types |= {"uint16": "unsigned short", "int32": "int", "uint32": "unsigned int"}
+        types |= {"int64": "long", "uint64": "unsigned long"}
         if view.dtype.name not in types:
-            raise TypeError(f"set_condition: flag: wanted a bool or an integer of at most 4 bytes, got {view.dtype}")
+            raise TypeError(f"set_condition: flag: wanted a bool or an integer, got {view.dtype}")
         kernel = self._ready_made("set_condition").kernel(f"set_condition<{types[view.dtype.name]}>")
         return self.kernel(kernel, grid=1, block=1, args=(condition, flag), after=after, name=name)
 
+    def set_condition_above(
+        self, condition: Condition, x: Any, limit: float, *, after: After = None, name: str | None = None
+    ) -> KernelNode:
+        """Set ``condition`` to whether any element of ``x`` (contiguous float32 or int32) is above ``limit``."""
+        view = view_of(x)
+        types = {"float32": "float", "int32": "int"}
+        if view is None or view.dtype.name not in types:
+            raise TypeError(f"set_condition_above: x: wanted a device array of float32 or int32, got {said(x)}")
+        kernel = self._ready_made("set_condition").kernel(f"set_condition_above<{types[view.dtype.name]}>")
+        args = (condition, x, math.prod(view.shape), limit)
+        return self.kernel(kernel, grid=1, block=1024, args=args, after=after, name=name)
+
+    def set_condition_below_count(
+        self, condition: Condition, counter: Any, limit: int, *, after: After = None, name: str | None = None
+    ) -> KernelNode:
+        """Add 1 to ``counter`` (a device array of one int32) and set ``condition`` to whether it is below ``limit``: a
+        WHILE whose body ends so is bounded."""
+        view = view_of(counter)
+        if view is None or view.nbytes != 4:
+            raise TypeError(
+                f"set_condition_below_count: counter: wanted a device array of one int32, got {said(counter)}"
+            )
+        kernel = self._ready_made("set_condition").kernel("set_condition_below_count<int>")
+        return self.kernel(kernel, grid=1, block=1, args=(condition, counter, limit), after=after, name=name)
+
     def _ready_made(self, source: str) -> Module:
-        shared = self.device.ready_made  # weak: the graphs that use a module keep it
-        module = shared.get(source)
-        if module is None or module.closed:
-            module = shared[source] = Module(self.device, source)
+        module = shared_module(self.device, source)
         if module not in self._modules:
             self._modules.append(module)
         return module
@@ -354,6 +385,8 @@ class Graph(Owned):
     def memset(self, target: Any, value: Any, *, after: After = None, name: str | None = None) -> MemsetNode:
         """Set every element of ``target`` to ``value``; what can be filled, `Buffer.fill` says."""
         fill = self._prepare("memset", name, fill_params, target, value)
+        if not fill.width:
+            raise self._refusal("memset", name, "there is nothing to fill: use empty()")
         driver = self.device.driver
         params = fill.params(driver)
         add = driver.cuGraphAddMemsetNode
@@ -412,13 +445,19 @@ class Graph(Owned):
 
     def record(self, event: Event, *, after: After = None, name: str | None = None) -> EventRecordNode:
         """Record ``event``."""
+        self._check_event("event record", name, event)
         add = self.device.driver.cuGraphAddEventRecordNode
         return self._add("event record", name, after, add, (event.handle,), EventRecordNode, event)
 
     def wait(self, event: Event, *, after: After = None, name: str | None = None) -> EventWaitNode:
         """Wait for ``event``, recorded outside or by another graph."""
+        self._check_event("event wait", name, event)
         add = self.device.driver.cuGraphAddEventWaitNode
         return self._add("event wait", name, after, add, (event.handle,), EventWaitNode, event)
+
+    def _check_event(self, kind: str, name: str | None, event: Any) -> None:
+        if not isinstance(event, Event):
+            raise TypeError(f"graph {self.root.name!r}: {kind} node {name or ''}: wanted an Event, got {said(event)}")
 
     def host(self, function: Callable[[], Any], *, after: After = None, name: str | None = None) -> HostNode:
         """Call ``function()`` on a thread of the driver. It must not call CUDA. What it raises is raised by the next
@@ -437,6 +476,8 @@ class Graph(Owned):
         goes on as a part of this one; only so may it have alloc and free nodes. Conditional nodes cannot be in a child.
         """
         driver = self.device.driver
+        if not isinstance(graph, Graph):
+            raise TypeError(f"graph {self.root.name!r}: child node {name or ''}: wanted a Graph, got {said(graph)}")
         if graph.root is self.root:
             raise self._refusal("child", name, f"graph {graph.name!r} is part of graph {self.root.name!r}")
         if graph.node is not None:
@@ -464,6 +505,7 @@ class Graph(Owned):
         assert self.box is not None
         box = self.box
         box.disown()
+        box.owner = (box.owner, parent.box)  # an exec that was made of it before holds the parent now
         self._parent = weakref.ref(node)
         self._own(box.handle, None, self.name, (parent.box, box))
 
@@ -505,7 +547,7 @@ class Graph(Owned):
     def condition(self, default: int | None = None, name: str | None = None) -> Condition:
         """A value for one conditional node of this very graph to test, ``default`` at every launch."""
         driver = self.device.driver
-        if default is not None and not 0 <= default < 1 << 32:
+        if default is not None and (type(default) is not int or not 0 <= default < 1 << 32):
             raise ValueError(f"graph {self.root.name!r}: condition default: wanted 0..2**32-1, got {default!r}")
         flags = 0 if default is None else driver.CU_GRAPH_COND_ASSIGN_DEFAULT
         handle = driver.cuGraphConditionalHandleCreate(self.handle, self.device.context.handle, default or 0, flags)
@@ -530,9 +572,9 @@ class Graph(Owned):
         self, condition: Condition, count: int, *, after: After = None, name: str | None = None
     ) -> tuple[Graph, ...]:
         """``count`` bodies, of which that runs whose index ``condition`` is; none if there is no such body."""
-        if not isinstance(count, int) or count < 1:
-            raise self._refusal("conditional", name, f"switch: wanted at least one body, got {count!r}")
-        return self._conditional("switch", "SWITCH", tuple(map(str, range(count))), condition, after, name)
+        if isinstance(count, bool) or not hasattr(count, "__index__") or count < 1:
+            raise self._refusal("conditional", name, f"switch: wanted the number of bodies, got {count!r}")
+        return self._conditional("switch", "SWITCH", tuple(map(str, range(int(count)))), condition, after, name)
 
     def _conditional(
         self,
@@ -593,17 +635,17 @@ class Graph(Owned):
         stream = self.device.as_stream(stream)
         if self.node is not None and isinstance(self.node, ChildNode):
             raise GraphError(f"capture: graph {self.name!r} is a child of another graph")
-        dependencies, count, ports = self._dependencies(after, name)
-        if ports:
-            raise GraphError(f"capture into graph {self.root.name!r}: after= takes nodes, not ports")
+        dependencies, count, _ = self._dependencies(after, name)
+        if name.__class__ is not str or not name or "/" in name or "#" in name or not name.isprintable():
+            raise GraphError(f"graph {self.root.name!r}: capture: name: text without '/' and '#', not {name!r}")
         try:
             mode_value = driver.CUstreamCaptureMode.__members__[f"CU_STREAM_CAPTURE_MODE_{mode.upper()}"]
         except KeyError:
             raise ValueError(f"capture mode: wanted global, thread_local or relaxed, got {mode!r}") from None
         before = {int(handle) for handle in self._driver_nodes()}
         capturing = Capturing()
-        driver.capture_broken_by = None
-        with self.device.context, CaptureScope():
+        driver.in_capture.refused = None
+        with self.device.context, ReleaseLater(everywhere=mode == "global"):
             driver.cuStreamBeginCaptureToGraph(stream.handle, self.handle, dependencies, None, count, mode_value)
             capturing.join(stream)
             failure: BaseException | None = None
@@ -622,7 +664,7 @@ class Graph(Owned):
             self._broken = f"graph {self.root.name!r} was discarded by the driver: its capture was ended by {cause}"
             if self.box is not None:
                 self.box.disown()  # it is destroyed already
-            raise GraphError(f"{self._broken} ({end})") from failure
+            raise GraphError(self._broken if cause == str(end) else f"{self._broken} ({end})") from failure
         for handle in self._driver_nodes():
             if int(handle) not in before:
                 self._adopt_captured(handle, name, references)
@@ -638,7 +680,8 @@ class Graph(Owned):
     def _adopt_captured(self, handle: Any, name: str, references: tuple[object, ...]) -> None:
         kind = self.device.driver.cuGraphNodeGetType(handle).name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
         kind = {"graph": "child", "mem_alloc": "alloc", "mem_free": "free"}.get(kind, kind.replace("_", " "))
-        self._add_node(CapturedNode(self._ref, handle, self._name(name, None), kind, references))
+        captured = CapturedNode(self._ref, handle, self._name(name, None), kind, references)
+        self._nodes[captured.name] = captured
 
     # Edges
 
@@ -686,11 +729,16 @@ class Graph(Owned):
             raise self._error(what, error) from error
 
     def remove(self, node: Node) -> None:
-        """Take a node and its edges out."""
+        """Take a node and its edges out, and close the graphs and the memory inside of it. Execs keep it as it was, but
+        can no longer change it."""
         self._own_node(node, "remove")
         self.device.driver.cuGraphDestroyNode(node.handle)
         del self._nodes[node.name]
         self._by_handle = {}
+        if isinstance(node, ConditionalNode):
+            node.condition.node = None
+        node.let_go()
+        node.handle = None
 
     # Making and showing it
 
@@ -741,30 +789,20 @@ class Graph(Owned):
         node_type: Callable[..., _N],
         *details: Any,
     ) -> _N:
-        if self.box is None or self._broken:
-            self.handle  # noqa: B018 - tells why
+        self._check_open()
         name = self._name(kind, name)
         if kind not in BODY_KINDS and self.label:
             allowed = ", ".join(BODY_KINDS)
             raise self._refusal(kind, name, f"the body of a conditional node may hold {allowed} nodes only")
-        dependencies, count, ports = self._dependencies(after, name)
+        dependencies, count, _ = self._dependencies(after, name)
         self.device.enter_thread()
         try:
             handle = add(self.handle, dependencies, count, *params)
         except DriverError as error:
             raise self._error(f"cannot add {kind} node {self.path + name!r}", error) from error
         node = node_type(self._ref, handle, name, *details)
-        self._add_node(node)
-        if ports:
-            try:
-                self._add_port_edges(node, ports)
-            except BaseException:
-                self.remove(node)
-                raise
+        self._nodes[name] = node
         return node
-
-    def _add_node(self, node: Node) -> None:
-        self._nodes[node.name] = node
 
     def _name(self, kind: str, name: str | None) -> str:
         if name is None:
@@ -774,12 +812,14 @@ class Graph(Owned):
         return name
 
     def _check_name(self, name: str) -> None:
-        if name.__class__ is not str or not name or "/" in name or "#" in name:
+        if name.__class__ is not str or not name or "/" in name or "#" in name or not name.isprintable():
             raise GraphError(f"graph {self.root.name!r}: a node's name is text without '/' and '#', not {name!r}")
         if name in self._nodes:
             raise GraphError(f"graph {self.root.name!r} has a node {self.path + name!r} already")
 
-    def _dependencies(self, after: After, name: str) -> tuple[list[Any] | None, int, list[Port]]:
+    def _dependencies(
+        self, after: After, name: str, *, for_kernel: bool = False
+    ) -> tuple[list[Any] | None, int, list[Port]]:
         """Handles of the nodes to wait for, and the ports, which take edges of their own."""
         if after is None:
             return None, 0, []
@@ -795,6 +835,8 @@ class Graph(Owned):
             if self._nodes.get(node.name) is not node:
                 raise GraphError(f"graph {self.root.name!r}: node {node.name!r} was removed")
             if isinstance(item, Port) and item.name != "full":
+                if not for_kernel:
+                    raise self._refusal("", name, f"port {item.name!r} of {node.path!r} is for edges to kernel nodes")
                 ports.append(item)
             else:
                 handles[id(node)] = node.handle
@@ -812,8 +854,10 @@ class Graph(Owned):
         try:
             return make(*args)
         except (TypeError, ValueError) as error:
-            error.add_note(f"graph {self.root.name!r}: {kind} node {name or ''}".rstrip())
-            raise
+            label = (
+                f"graph {self.root.name!r}: {kind} node {self.path + name!r}" if name else f"graph {self.root.name!r}"
+            )
+            raise type(error)(f"{label}: {error}") from None
 
     def _refusal(self, kind: str, name: str | None, why: str) -> GraphError:
         what = f"{kind} node".lstrip()

@@ -8,11 +8,13 @@ holds the parents' boxes, so the order of destruction follows from the reference
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -39,8 +41,9 @@ class Live(NamedTuple):
 
 _live: dict[int, Live] = {}
 _serial = itertools.count(1)
-_capturing = threading.local()  # .depth: captures that this thread has open
-_parked: list[Callable[[], Any]] = []  # releases that came while it had
+_scopes = threading.local()  # .depth: the `ReleaseLater` blocks that this thread is in
+_everywhere = 0  # those that hold back the releases of all threads
+_parked: deque[Callable[[], Any]] = deque()  # in the order in which they came: children before their parents
 
 
 def live() -> list[Live]:
@@ -54,33 +57,49 @@ def live() -> list[Live]:
 def caller() -> str:
     """``file:line`` of the innermost frame outside this package."""
     frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-class CaptureScope:
-    """While a thread captures a stream, what it drops is released afterwards.
+class ReleaseLater:
+    """A block in which dropped objects are not released, but later.
 
-    A release frees memory or waits for the device; inside a capture either would end the capture. The garbage
-    collector does not know that, so it must not decide it.
+    A release frees memory or waits for the device. Inside a capture that would end the capture, and on a thread of the
+    driver that calls a host node it may deadlock; the garbage collector does not know that, so it must not decide it.
     """
 
+    def __init__(self, *, everywhere: bool = False, then_release: bool = True) -> None:
+        self.everywhere, self.then_release = everywhere, then_release
+
     def __enter__(self) -> None:
-        _capturing.depth = getattr(_capturing, "depth", 0) + 1
+        global _everywhere
+        _scopes.depth = getattr(_scopes, "depth", 0) + 1
+        _everywhere += self.everywhere
 
     def __exit__(self, *_: object) -> None:
-        _capturing.depth -= 1
-        while not _capturing.depth and _parked:
-            _parked.pop()()
+        global _everywhere
+        _scopes.depth -= 1
+        _everywhere -= self.everywhere
+        if self.then_release:
+            release_parked()
+
+
+def release_parked() -> None:
+    """Release what waits for it, if this thread may."""
+    while _parked and not _everywhere and not getattr(_scopes, "depth", 0):
+        try:
+            _parked.popleft()()
+        except IndexError:  # another thread was faster
+            return
 
 
 def _release(serial: int, release: Callable[[], Any]) -> None:
-    if getattr(_capturing, "depth", 0):
+    if _everywhere or getattr(_scopes, "depth", 0):
         _parked.append(partial(_release, serial, release))
         return
-    _live.pop(serial, None)
     release()
+    _live.pop(serial, None)  # one that could not be released is still there
 
 
 class Box:
@@ -95,6 +114,7 @@ class Box:
         self.handle, self.owner = handle, owner
         self._finalizer = None
         if release is not None:  # else it is somebody else's
+            release_parked()
             self._serial = next(_serial)
             _live[self._serial] = info
             self._finalizer = weakref.finalize(self, _release, self._serial, release)

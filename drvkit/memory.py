@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from . import dlpack
-from .device import Device, Stream
+from .device import Device
 from .driver import Driver, DriverError
 from .lifetime import Box, ClosedError, Live, Owned, caller
+from .scalars import Unfit, bits, said
 
 __all__ = ["Buffer", "MemoryPool", "View", "view_of"]
 
@@ -66,7 +67,7 @@ class Buffer:
         self._address: int | None = address
         # What a pointer parameter accepts with one comparison: None while strided, misaligned or closed.
         plain = self.contiguous and address % dtype.alignment == 0
-        self._packs_as = pointee(self.device.driver.kind, dtype) if plain else None
+        self._packs_as = pointee(self.device.id, dtype) if plain else None
         allocation.windows.add(self)
 
     # Making
@@ -107,6 +108,8 @@ class Buffer:
         owner: object = None,
     ) -> Buffer:
         """A window onto memory that somebody else owns; ``owner`` is what keeps it alive."""
+        if not _is_integer(address):
+            raise TypeError(f"address: wanted an integer, got {address!r}")
         shape, dtype, nbytes = _extent(shape, dtype)
         return cls._whole(Allocation(device, address, nbytes, where), None, dtype, shape, owner)
 
@@ -176,9 +179,12 @@ class Buffer:
         offset = part.__array_interface__["data"][0] - probe.__array_interface__["data"][0]
         return Buffer(self.allocation, self.box, self.address + offset, self.dtype, part.shape, part.strides)
 
-    def reshape(self, *shape: int) -> Buffer:
+    def reshape(self, *extents: int | tuple[int, ...]) -> Buffer:
         """The same elements with another shape (one extent may be -1); only of a contiguous Buffer."""
         self._must_be_contiguous("reshape")
+        shape: Any = extents[0] if len(extents) == 1 and isinstance(extents[0], tuple) else extents
+        if not all(map(_is_integer, shape)):
+            raise TypeError(f"{self!r}: reshape: wanted integers, got {shape!r}")
         known = math.prod(n for n in shape if n != -1)
         if shape.count(-1) == 1 and known and self.size % known == 0:
             shape = tuple(self.size // known if n == -1 else n for n in shape)
@@ -246,6 +252,8 @@ class Buffer:
         value whose bytes repeat, such as 0. ``stream`` as in `copy_from`."""
         params = fill_params(self, value)
         driver = self.device.driver
+        if self.size == 0:
+            return self
         row = {1: driver.cuMemsetD2D8Async, 2: driver.cuMemsetD2D16Async, 4: driver.cuMemsetD2D32Async}[params.element]
         with self.device.context:
             if stream is None:
@@ -304,8 +312,18 @@ class Buffer:
         """
         for window in list(self.allocation.windows):
             window._address = window._packs_as = window.box = None
+        dlpack.sweep()
+
+    __iter__ = None  # no sequence of Buffers: numpy would take it for one, element by element
+
+    def __array__(self, *_: Any, **__: Any) -> NDArray[Any]:
+        raise TypeError(f"{self!r} does not become a numpy array by itself: use .numpy()")
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self!r} has no truth value")
 
     def __enter__(self) -> Self:
+        self.address  # noqa: B018 - refuses a closed one
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -325,6 +343,7 @@ class MemoryPool(Owned):
     def __init__(self, device: Device, *, release_threshold_bytes: int = 0) -> None:
         self.device = device
         driver = device.driver
+        _check_bytes("release_threshold_bytes", release_threshold_bytes)
         properties = driver.CUmemPoolProps()
         properties.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -344,7 +363,7 @@ class MemoryPool(Owned):
         shape, dtype, nbytes = _extent(shape, dtype)
         stream = self.device.as_stream(stream)
         address = int(self.device.driver.cuMemAllocFromPoolAsync(max(nbytes, 1), self.handle, stream.handle))
-        free = partial(_free_async, self.device.driver, self.box, address, stream)
+        free = partial(_free_async, self.device.driver, self.box, address, stream.box)
         release = partial(self.device.context.call, free)
         return Buffer._whole(Allocation(self.device, address, nbytes, "pool"), release, dtype, shape)
 
@@ -358,15 +377,13 @@ class MemoryPool(Owned):
 
     def trim(self, keep_bytes: int = 0) -> None:
         """Give memory that nobody uses back to the device, keeping at least ``keep_bytes``."""
+        _check_bytes("keep_bytes", keep_bytes)
         self.device.driver.cuMemPoolTrimTo(self.handle, keep_bytes)
 
 
-def _free_async(driver: Driver, pool: Box | None, address: int, stream: Stream) -> None:
-    """``pool`` is passed to outlive its memory."""
-    if stream.closed:
-        driver.cuMemFree(address)
-    else:
-        driver.cuMemFreeAsync(address, stream.handle)
+def _free_async(driver: Driver, pool: Box | None, address: int, stream: Box) -> None:
+    """The boxes outlive the memory: a closed stream is destroyed, and a closed pool, when the last of it is free."""
+    driver.cuMemFreeAsync(address, stream.handle)
 
 
 class _HostMemory:
@@ -397,8 +414,12 @@ class View(NamedTuple):
         return _is_contiguous(self.shape, self.strides, self.dtype.itemsize)
 
     @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.size * self.dtype.itemsize
 
 
 def view_of(operand: Any) -> View | None:
@@ -430,8 +451,8 @@ def holder(operand: Any) -> object:
 
 
 @cache
-def pointee(kind: str, dtype: np.dtype[Any]) -> object:
-    """One token per (device kind, dtype): comparing it checks both at once."""
+def pointee(device: str, dtype: np.dtype[Any]) -> object:
+    """One token per (device, dtype): comparing it checks both at once."""
     return object()
 
 
@@ -464,7 +485,7 @@ def copy_params(driver: Driver, target: Any, source: Any) -> Any:
     for role, operand in (("target", target), ("source", source)):
         view = view_of(operand)
         if view is None:
-            raise TypeError(f"copy {role}: wanted a Buffer, a numpy array or a device array, got {_name(operand)}")
+            raise TypeError(f"copy {role}: wanted a Buffer, a numpy array or a device array, got {said(operand)}")
         views.append(view)
     to, from_ = views
     if to.dtype != from_.dtype:
@@ -472,9 +493,16 @@ def copy_params(driver: Driver, target: Any, source: Any) -> Any:
     if to.shape != from_.shape:
         raise ValueError(f"copy: target has shape {to.shape}, source has shape {from_.shape}")
     if to.readonly:
-        raise TypeError(f"copy target: the {_name(target)} is read-only")
+        raise TypeError(f"copy target: the {said(target)} is read-only")
     if to.nbytes == 0:
         return None
+    for role, view in (("target", to), ("source", from_)):
+        if any(count > 1 and stride == 0 for count, stride in zip(view.shape, view.strides, strict=True)):
+            raise ValueError(f"copy {role}: strides {view.strides} of shape {view.shape} repeat elements (broadcast)")
+    if to.contiguous and from_.contiguous and abs(to.address - from_.address) < to.nbytes:
+        raise ValueError(
+            f"copy: target at {to.address:#x} overlaps source at {from_.address:#x}, {to.nbytes} bytes each"
+        )
     width, rows = _rows(to, from_)
     while len(rows) < 2:
         rows.insert(0, (1, 0, 0))
@@ -535,35 +563,26 @@ def fill_params(target: Any, value: Any) -> FillParams:
     """How to set every element of ``target`` to ``value``: `ValueError` where one 2-D fill cannot."""
     view = view_of(target)
     if view is None or view.on_host:
-        raise TypeError(f"fill target: wanted a Buffer or a device array, got {_name(target)}")
-    bits = _bits(value, view.dtype)
+        raise TypeError(f"fill target: wanted a Buffer or a device array, got {said(target)}")
+    try:
+        pattern = bits(value, view.dtype)
+    except Unfit as unfit:
+        wanted, got = unfit.args
+        raise ValueError(f"fill: wanted {wanted}, got {got}") from None
     element = view.dtype.itemsize
     for size in (1, 2, 4):  # the smallest element whose repetition gives the value's bytes
-        if len(bits) % size == 0 and bits == bits[:size] * (len(bits) // size):
+        if len(pattern) % size == 0 and pattern == pattern[:size] * (len(pattern) // size):
             element = size
             break
     else:
         raise ValueError(f"fill: {value!r} as {view.dtype} has no period of 1, 2 or 4 bytes, which a fill needs")
     if view.nbytes == 0:
-        raise ValueError(f"fill target: {_name(target)} of shape {view.shape} is empty")
+        return FillParams(view.address, int.from_bytes(pattern[:element], "little"), element, 0, 0, 0)
     run, rows = _rows(view, view)
-    if len(rows) > 1:
+    if len(rows) > 1 or any(pitch < run for _, pitch, _ in rows):
         raise ValueError(f"fill: strides {view.strides} of shape {view.shape} are no 2-D rows")
     height, pitch, _ = rows[0] if rows else (1, run, run)
-    return FillParams(view.address, int.from_bytes(bits[:element], "little"), element, run // element, height, pitch)
-
-
-def _bits(value: Any, dtype: np.dtype[Any]) -> bytes:
-    try:
-        with np.errstate(over="raise"):
-            scalar = np.asarray(value).astype(dtype) if dtype in _NAMELESS else np.asarray(value, dtype)
-    except (TypeError, ValueError, OverflowError, FloatingPointError) as error:
-        raise ValueError(f"fill: {value!r} is no value of {dtype} ({error})") from None
-    if scalar.shape:
-        raise ValueError(f"fill: wanted one value, got shape {scalar.shape}")
-    if dtype.kind in "iub" and (isinstance(value, float) or scalar != value):
-        raise ValueError(f"fill: {value!r} is no value of {dtype}")
-    return scalar.tobytes()
+    return FillParams(view.address, int.from_bytes(pattern[:element], "little"), element, run // element, height, pitch)
 
 
 # dtypes and extents
@@ -571,12 +590,13 @@ def _bits(value: Any, dtype: np.dtype[Any]) -> bytes:
 _NOWHERE = np.zeros(1, np.uint8)
 
 
+def _check_bytes(name: str, value: Any) -> None:
+    if not _is_integer(value) or not 0 <= value < 1 << 63:
+        raise ValueError(f"{name}: wanted a number of bytes, got {value!r}")
+
+
 def _is_integer(item: object) -> bool:
     return isinstance(item, (int, np.integer)) and not isinstance(item, (bool, np.bool_))
-
-
-def _name(operand: Any) -> str:
-    return repr(operand) if isinstance(operand, (int, float, str, type(None))) else type(operand).__name__
 
 
 def _native(dtype: DTypeLike) -> np.dtype[Any]:
@@ -585,8 +605,8 @@ def _native(dtype: DTypeLike) -> np.dtype[Any]:
         raise TypeError(f"dtype {dtype} holds Python objects, which device memory cannot")
     if not dtype.isnative:
         raise TypeError(f"dtype {dtype} is not in native byte order")
-    if dtype.itemsize == 0:
-        raise TypeError(f"dtype {dtype} has no size")
+    if dtype.itemsize == 0 or dtype.kind in "UmM":
+        raise TypeError(f"dtype {dtype} is no dtype of device memory")
     return dtype
 
 
@@ -598,7 +618,10 @@ def _extent(shape: int | Sequence[int], dtype: DTypeLike) -> tuple[tuple[int, ..
         raise TypeError(f"shape: wanted an integer or a sequence of integers, got {shape!r}") from None
     if any(n < 0 for n in extents):
         raise ValueError(f"shape {extents} has a negative extent")
-    return extents, dtype, math.prod(extents) * dtype.itemsize
+    nbytes = math.prod(extents) * dtype.itemsize
+    if nbytes >= 1 << 63:
+        raise ValueError(f"shape {extents} of {dtype} is {nbytes} bytes, more than there are addresses")
+    return extents, dtype, nbytes
 
 
 def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

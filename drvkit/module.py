@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
@@ -23,7 +23,8 @@ from .device import HELD_PER_BATCH, Device, Stream
 from .driver import Driver, DriverError
 from .lifetime import Box, ClosedError, Live, Owned, caller
 from .memory import Buffer, holder
-from .signature import UNFIT, Arguments, Signature, declared_types, kernel_label, mangled_types
+from .scalars import said
+from .signature import UNFIT, ArgumentError, Arguments, CType, Signature, declared_types, kernel_label, mangled_types
 from .source import Source
 
 __all__ = ["Kernel", "Launch", "Module"]
@@ -61,6 +62,8 @@ class Module(Owned):
         *,
         options: Sequence[str] = (),
     ) -> None:
+        if not isinstance(source, str | os.PathLike | bytes | Source | Image):
+            raise TypeError(f"module: wanted a name, a path, bytes, a Source or an Image, got {source!r}")
         self.device = device
         self.options = tuple(options)
         self.source: Source | None = None
@@ -128,6 +131,8 @@ class Module(Owned):
         ``"const float* x, float* y, int n"``. `KeyError` lists what there is.
         """
         self._check_open()
+        if not isinstance(name, str):
+            raise TypeError(f"module {self.name}: wanted the name of a kernel, got {name!r}")
         name = tidy(name)
         if (name, signature) not in self._kernels:
             self._kernels[name, signature] = self._find(name, signature)
@@ -206,6 +211,14 @@ def _jit_log(driver: Driver, ptx: bytes) -> str:
     return log.value.decode(errors="replace").strip()
 
 
+def shared_module(device: Device, source: str) -> Module:
+    """The one module of a source in ``cuda_src`` that all share who want it as it is; it goes with the last of them."""
+    module = device.ready_made.get(source)
+    if module is None or module.closed:
+        module = device.ready_made[source] = Module(device, source)
+    return module
+
+
 class Config(NamedTuple):
     """A checked launch configuration."""
 
@@ -226,11 +239,10 @@ class Block(Arguments):
         *("block", "config", "grid", "node_block", "node_config", "node_grid", "node_shared", "shared", "stream"),
     )
 
-    def __init__(self, kernel: Kernel) -> None:
-        super().__init__(kernel.signature)
-        driver = kernel.device.driver
+    def __init__(self, signature: Signature, driver: Driver, function: Any) -> None:
+        super().__init__(signature)
         self.node_params = driver.CUDA_KERNEL_NODE_PARAMS()
-        self.node_params.func = kernel.handle
+        self.node_params.func = function
         self.node_params.kernelParams = self.address
         self.launch_config = driver.CUlaunchConfig()
         self._node_extents = (ctypes.c_char * 36).from_address(int(self.node_params.getPtr()))
@@ -254,13 +266,21 @@ class Block(Arguments):
         self.stream = None
         _EXTENTS.pack_into(self._launch_extents, 0, *config.grid, *config.block, config.shared_mem_bytes)
         self.launch_config.hStream = stream.handle
-        self.grid, self.block, self.shared, self.config = grid, block, shared, config
-        self.stream = stream.raw
+        self.config = config
+        if all(map(_is_frozen, (grid, block, shared))):
+            self.grid, self.block, self.shared, self.stream = grid, block, shared, stream.raw
 
-    def configure_node(self, config: Config) -> None:
+    def configure_node(self, config: Config, grid: Any = None, block: Any = None, shared: Any = None) -> None:
         """Make ``node_params`` that of a node."""
         self.node_config = None
         _EXTENTS.pack_into(self._node_extents, 8, *config.grid, *config.block, config.shared_mem_bytes)
+        if not config.attributes and all(map(_is_frozen, (grid, block, shared))):  # attributes hold what they refer to
+            self.node_grid, self.node_block, self.node_shared, self.node_config = grid, block, shared, config
+
+
+def _is_frozen(extent: Any) -> bool:
+    """Whether the same object is the same extent for ever."""
+    return extent.__class__ is int or (extent.__class__ is tuple and all(n.__class__ is int for n in extent))
 
 
 _EXTENTS = struct.Struct("=7I")
@@ -285,7 +305,7 @@ class Kernel:
         self.image_box: Box | None = loaded.box
         self.signature = self._read_signature(loaded, declared)
         self._attributes: dict[str, int] = {}
-        self._configs: dict[Any, Config] = {}
+        self._configs: dict[tuple[Any, ...], Config] = {}  # checked, without attributes
         self._free_blocks: list[Block] = []  # not in use by a launch: threads each take their own
 
     def _read_signature(self, loaded: Loaded, declared: str | None) -> Signature:
@@ -298,7 +318,7 @@ class Kernel:
                     raise driver.error("cuFuncGetParamInfo", code)
                 break
             layout.append((int(offset), int(size)))
-        types = mangled_types(self.symbol)
+        types: Sequence[CType | None] | None = mangled_types(self.symbol)
         names = None
         source = loaded.image.source
         declaration = source.kernel(self.name, len(layout)) if source is not None else None
@@ -311,10 +331,10 @@ class Kernel:
             names = [parameter.name for parameter in declaration.parameters]
             if types is None:
                 types = declared_types([parameter.type for parameter in declaration.parameters])
-        return Signature(self.name, types, names, layout, driver.kind)
+        return Signature(self.name, types, names, layout, self.device.id)
 
     def _new_block(self) -> Block:
-        return Block(self)
+        return Block(self.signature, self.device.driver, self.handle)
 
     def _close(self) -> None:
         self._function = self.image_box = None
@@ -414,6 +434,8 @@ class Kernel:
             return
         if stream.__class__ is not Stream:
             stream = self.device.as_stream(stream)
+        if args.__class__ is not tuple:
+            args = self.arguments(args)
         free = self._free_blocks
         ready = free.pop() if free else self._new_block()
         if (
@@ -464,25 +486,28 @@ class Kernel:
 
     def config(self, grid: Any, block: Any, shared_mem_bytes: int = 0, attributes: Mapping[str, Any] = {}) -> Config:
         """A checked configuration. Refuses what the driver would refuse without saying why."""
-        key = (grid, block, shared_mem_bytes)
-        try:
-            known = self._configs.get(key) if not attributes else None
-        except TypeError:  # lists
-            known, key = None, None  # type: ignore[assignment]
-        if known is not None:
-            return known
         config = Config(
             dim3(grid, f"kernel {self.name}: grid"),
             dim3(block, f"kernel {self.name}: block"),
             self._shared(shared_mem_bytes),
             dict(attributes),
         )
-        self._check(config)
-        if key is not None and not attributes:
+        if attributes:
+            self._check(config)
+            return config
+        known = self._configs.get(config[:3])
+        if known is None:
+            self._check(config)
             if len(self._configs) >= 1024:
                 self._configs.clear()
-            self._configs[key] = config
-        return config
+            known = self._configs[config[:3]] = config
+        return known
+
+    def arguments(self, args: Any) -> tuple[Any, ...]:
+        """``args`` as a tuple; `ArgumentError` for what has no order, or is text."""
+        if isinstance(args, (str, bytes, Mapping, Set)) or not isinstance(args, Iterable):
+            raise ArgumentError(self.name, None, None, f"a tuple of arguments {self.signature}", said(args))
+        return tuple(args)
 
     def _shared(self, nbytes: Any) -> int:
         if isinstance(nbytes, bool) or not hasattr(nbytes, "__index__"):
@@ -562,6 +587,7 @@ class Launch:
 
     def __init__(self, kernel: Kernel, stream: Stream, config: Config, args: Sequence[Any]) -> None:
         self.kernel, self.stream, self.config = kernel, stream, config
+        args = kernel.arguments(args)
         self._arguments = kernel._new_block()
         pointers = (p.index for p in kernel.signature.parameters if p.is_pointer)
         # By parameter; a set makes a new one, so that launches in flight keep what they had.

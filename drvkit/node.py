@@ -11,13 +11,12 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import numpy as np
-
 from .device import Device, Event
 from .driver import Driver, DriverError
-from .lifetime import ClosedError
-from .memory import Buffer, FillParams, holder
+from .lifetime import ClosedError, ReleaseLater
+from .memory import Buffer, FillParams, holder, view_of
 from .module import Config, Kernel
+from .scalars import Unfit, bits, said
 from .signature import Signature, kernel_label, mangled_types
 
 if TYPE_CHECKING:
@@ -77,6 +76,8 @@ class Node:
         graph = self._graph()  # weak: graphs hold their nodes, and must go as soon as nobody holds them
         if graph is None:
             raise ClosedError(f"the graph of node {self.name!r} is gone")
+        if self.handle is None:
+            raise ClosedError(f"node {self.name!r} was removed from graph {graph.root.name!r}")
         return graph
 
     @property
@@ -106,8 +107,15 @@ class Node:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Its parameters as the driver has them now."""
-        return {}
+        """Its parameters as the driver has them now, by name; addresses, handles and sizes as numbers."""
+        read = _READ.get(self.kind)
+        return read(self.graph.device.driver, self.handle) if read else {}
+
+    def let_go(self) -> None:
+        """Hold nothing any more: its graph is closed, or it was removed from it."""
+        self.held = ()
+        for body in self.bodies.values():
+            body._close()
 
     def said(self) -> str:
         """Its parameters in a few words, as they were given."""
@@ -142,6 +150,10 @@ class KernelNode(Node):
         self._graph, self.handle, self.name, self.held = graph, handle, name, held
         self.kernel, self.config, self.args = kernel, config, args
 
+    def let_go(self) -> None:
+        super().let_go()
+        self.args = ()
+
     @property
     def device_handle(self) -> int | None:
         """What kernels call it (``cudaGraphDeviceNode_t``); None if it is not ``device_updatable``."""
@@ -170,7 +182,7 @@ def kernel_parameters(driver: Driver, node: Any, signature: Signature | None) ->
         while not (found := driver.api.cuFuncGetParamInfo(params.func, len(layout)))[0]:
             layout.append((int(found[1]), int(found[2])))
         types = mangled_types(symbol)
-        signature = Signature(symbol, types if types and len(types) == len(layout) else None, None, layout, driver.kind)
+        signature = Signature(symbol, types if types and len(types) == len(layout) else None, None, layout)
     values = packed_values(params, signature)
     args = {p.name or str(p.index): p.unpack(values[p.index]) for p in signature.parameters}
     return {
@@ -200,16 +212,15 @@ class MemcpyNode(Node):
         super().__init__(graph, handle, name, (holder(target), holder(source)))
         self.target, self.source = target, source
 
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """Addresses, pitches and extents in bytes."""
-        return memcpy_parameters(self.graph.device.driver, self.handle)
+    def let_go(self) -> None:
+        super().let_go()
+        self.target = self.source = None
 
     def said(self) -> str:
         return f"{_short(self.target)} <- {_short(self.source)}"
 
 
-def memcpy_parameters(driver: Driver, node: Any) -> dict[str, Any]:
+def _memcpy_parameters(driver: Driver, node: Any) -> dict[str, Any]:
     params = driver.cuGraphMemcpyNodeGetParams(node)
     said: dict[str, Any] = {}
     for role, side in (("target", "dst"), ("source", "src")):
@@ -233,17 +244,15 @@ class MemsetNode(Node):
         super().__init__(graph, handle, name, (holder(target),))
         self.target, self.value, self.fill = target, value, fill
 
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """``address``, ``value`` (bits of an element), ``element`` (bytes), ``width`` (elements), ``height``,
-        ``pitch`` (bytes)."""
-        return memset_parameters(self.graph.device.driver, self.handle)
+    def let_go(self) -> None:
+        super().let_go()
+        self.target = None
 
     def said(self) -> str:
         return f"{_short(self.target)} <- {_short(self.value)}"
 
 
-def memset_parameters(driver: Driver, node: Any) -> dict[str, Any]:
+def _memset_parameters(driver: Driver, node: Any) -> dict[str, Any]:
     params = driver.cuGraphMemsetNodeGetParams(node)
     return {
         "address": int(params.dst),
@@ -272,12 +281,6 @@ class HostNode(Node):
         super().__init__(graph, handle, name, (callback,))
         self.function = callback.function
 
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """``function_address`` and ``user_data`` as the driver has them."""
-        params = self.graph.device.driver.cuGraphHostNodeGetParams(self.handle)
-        return {"function_address": int(params.fn), "user_data": int(params.userData or 0)}
-
     def said(self) -> str:
         return f"{getattr(self.function, '__qualname__', self.function)}()"
 
@@ -298,11 +301,12 @@ class HostCallback:
         errors = device.callback_errors
 
         def call(_: int | None) -> None:
-            try:
-                function()
-            except BaseException as error:
-                error.add_note(f"raised in {label}")
-                errors.append(error)
+            with ReleaseLater(then_release=False):  # no call of CUDA is allowed here, and a release is one
+                try:
+                    function()
+                except BaseException as error:
+                    error.add_note(f"raised in {label}")
+                    errors.append(error)
 
         self._c_function = _HostFunction(call)
         self.address = ctypes.cast(self._c_function, ctypes.c_void_p).value or 0
@@ -331,22 +335,12 @@ class EventRecordNode(_EventNode):
     __slots__ = ()
     kind = "event record"
 
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """``event``: the handle of it."""
-        return {"event": int(self.graph.device.driver.cuGraphEventRecordNodeGetEvent(self.handle))}
-
 
 class EventWaitNode(_EventNode):
     """Waits for ``event``."""
 
     __slots__ = ()
     kind = "event wait"
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """``event``: the handle of it."""
-        return {"event": int(self.graph.device.driver.cuGraphEventWaitNodeGetEvent(self.handle))}
 
 
 class ChildNode(Node):
@@ -359,11 +353,6 @@ class ChildNode(Node):
     @property
     def bodies(self) -> dict[str, Graph]:
         return {"": self.inner}
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """``graph``: the handle of the graph inside."""
-        return {"graph": int(self.graph.device.driver.cuGraphChildGraphNodeGetGraph(self.handle))}
 
     def said(self) -> str:
         return f"graph {self.inner.name!r}"
@@ -379,11 +368,9 @@ class AllocNode(Node):
         super().__init__(graph, handle, name)
         self.buffer = buffer
 
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """``address`` and ``nbytes``."""
-        params = self.graph.device.driver.cuGraphMemAllocNodeGetParams(self.handle)
-        return {"address": int(params.dptr), "nbytes": int(params.bytesize)}
+    def let_go(self) -> None:
+        super().let_go()
+        self.buffer.close()
 
     def said(self) -> str:
         return _short(self.buffer)
@@ -398,11 +385,6 @@ class FreeNode(Node):
     def __init__(self, graph: weakref.ref[Graph], handle: Any, name: str, buffer: Buffer) -> None:
         super().__init__(graph, handle, name, (buffer.box,))
         self.buffer = buffer
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """``address``."""
-        return {"address": int(self.graph.device.driver.cuGraphMemFreeNodeGetParams(self.handle))}
 
     def said(self) -> str:
         return _short(self.buffer)
@@ -433,18 +415,18 @@ class ConditionalNode(Node):
 
 
 class WaitValue(NamedTuple):
-    """Wait until the integer in ``buffer`` (one element of 4 or 8 bytes) compares with ``value``:
+    """Wait until the integer in ``buffer`` (a device array of one element of 4 or 8 bytes) compares with ``value``:
     ``"geq"`` (cyclic), ``"eq"``, ``"and"`` (a common bit) or ``"nor"`` (a bit clear in both)."""
 
-    buffer: Buffer
+    buffer: Any
     value: int
     compare: str = "geq"
 
 
 class WriteValue(NamedTuple):
-    """Write ``value`` to the integer in ``buffer`` (one element of 4 or 8 bytes)."""
+    """Write ``value`` to the integer in ``buffer`` (a device array of one element of 4 or 8 bytes)."""
 
-    buffer: Buffer
+    buffer: Any
     value: int
 
 
@@ -457,18 +439,16 @@ class BatchMemOpNode(Node):
     def __init__(
         self, graph: weakref.ref[Graph], handle: Any, name: str, ops: tuple[WaitValue | WriteValue, ...]
     ) -> None:
-        super().__init__(graph, handle, name, tuple(op.buffer.box for op in ops))
+        super().__init__(graph, handle, name, tuple(holder(op.buffer) for op in ops))
         self.ops = ops
 
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """``count`` and ``flags``."""
-        params = self.graph.device.driver.cuGraphBatchMemOpNodeGetParams(self.handle)
-        return {"count": params.count, "flags": params.flags}
+    def let_go(self) -> None:
+        super().let_go()
+        self.ops = ()
 
     def said(self) -> str:
         words = {WaitValue: "wait", WriteValue: "write"}
-        return "; ".join(f"{words[type(op)]} {op.value} {op.buffer.address:#x}" for op in self.ops)
+        return "; ".join(f"{words[type(op)]} {op.value} {_short(op.buffer)}" for op in self.ops)
 
 
 def mem_op_params(driver: Driver, context: Any, ops: tuple[WaitValue | WriteValue, ...], label: str) -> Any:
@@ -479,17 +459,21 @@ def mem_op_params(driver: Driver, context: Any, ops: tuple[WaitValue | WriteValu
     for i, op in enumerate(ops):
         if not isinstance(op, (WaitValue, WriteValue)):
             raise TypeError(f"{label}: operation {i}: wanted WaitValue or WriteValue, got {op!r}")
-        buffer, value = op.buffer, op.value
-        size = buffer.dtype.itemsize if isinstance(buffer, Buffer) else 0
-        if size not in (4, 8) or buffer.size != 1 or buffer.dtype.kind not in "iu":
-            raise TypeError(f"{label}: operation {i}: wanted a Buffer of one 4 or 8 byte integer, got {buffer!r}")
-        info = np.iinfo(buffer.dtype)
-        if not info.min <= value <= info.max:
-            raise ValueError(f"{label}: operation {i}: {value} is no {buffer.dtype}")
+        view, value = view_of(op.buffer), op.value
+        if view is None or view.on_host or view.dtype.kind not in "iu" or view.nbytes not in (4, 8) or view.size != 1:
+            raise TypeError(
+                f"{label}: operation {i}: wanted one 4 or 8 byte integer on the device, got {said(op.buffer)}"
+            )
+        try:
+            raw = bits(value, view.dtype)
+        except Unfit as unfit:
+            wanted, got = unfit.args
+            raise ValueError(f"{label}: operation {i}: value: wanted {wanted}, got {got}") from None
+        size = view.nbytes
         entry = driver.CUstreamBatchMemOpParams()
-        kinds, bits = driver.CUstreamBatchMemOpType, 8 * size
+        kinds = driver.CUstreamBatchMemOpType
         if isinstance(op, WaitValue):
-            kind, part = kinds.__members__[f"CU_STREAM_MEM_OP_WAIT_VALUE_{bits}"], entry.waitValue
+            kind, part = kinds.__members__[f"CU_STREAM_MEM_OP_WAIT_VALUE_{8 * size}"], entry.waitValue
             try:
                 part.flags = int(
                     driver.CUstreamWaitValue_flags.__members__[f"CU_STREAM_WAIT_VALUE_{op.compare.upper()}"]
@@ -499,19 +483,15 @@ def mem_op_params(driver: Driver, context: Any, ops: tuple[WaitValue | WriteValu
                     f"{label}: operation {i}: compare is geq, eq, and or nor, not {op.compare!r}"
                 ) from None
         else:
-            kind, part = kinds.__members__[f"CU_STREAM_MEM_OP_WRITE_VALUE_{bits}"], entry.writeValue
+            kind, part = kinds.__members__[f"CU_STREAM_MEM_OP_WRITE_VALUE_{8 * size}"], entry.writeValue
             part.flags = 0
-        part.operation, part.address = kind, driver.CUdeviceptr(buffer.address)
-        setattr(part, "value" if size == 4 else "value64", _unsigned(value, bits))
+        part.operation, part.address = kind, driver.CUdeviceptr(view.address)
+        setattr(part, "value" if size == 4 else "value64", int.from_bytes(raw, "little"))
         entry.operation = kind
         entries.append(entry)
     params.paramArray = entries
     params.count = len(entries)  # assigning the list does not count it
     return params
-
-
-def _unsigned(value: int, bits: int) -> int:
-    return value & ((1 << bits) - 1)
 
 
 class CapturedNode(Node):
@@ -525,23 +505,48 @@ class CapturedNode(Node):
         self.kind = kind
 
     @property
-    def parameters(self) -> dict[str, Any]:
-        """As for a node of that kind which was added by its verb."""
-        driver = self.graph.device.driver
-        if self.kind == "kernel":
-            return kernel_parameters(driver, self.handle, None)
-        if self.kind == "memcpy":
-            return memcpy_parameters(driver, self.handle)
-        return memset_parameters(driver, self.handle) if self.kind == "memset" else {}
+    def bodies(self) -> dict[str, Graph]:
+        return {}
 
     def said(self) -> str:
-        if self.kind != "kernel":
-            return "captured"
         try:
-            said = self.parameters
+            told = self.parameters
         except DriverError:  # a kernel of a library that hides it
             return "captured"
-        return f"{kernel_label(said['kernel'])} grid {_extents(said['grid'])} block {_extents(said['block'])}"
+        if self.kind == "kernel":
+            kernel, grid, block = kernel_label(told["kernel"]), _extents(told["grid"]), _extents(told["block"])
+            return f"{kernel} grid {grid} block {block}"
+        return " ".join(f"{name}={value:#x}" if value > 1 << 16 else f"{name}={value}" for name, value in told.items())
+
+
+def _host_parameters(driver: Driver, node: Any) -> dict[str, Any]:
+    params = driver.cuGraphHostNodeGetParams(node)
+    return {"function_address": int(params.fn), "user_data": int(params.userData or 0)}
+
+
+def _alloc_parameters(driver: Driver, node: Any) -> dict[str, Any]:
+    params = driver.cuGraphMemAllocNodeGetParams(node)
+    return {"address": int(params.dptr), "nbytes": int(params.bytesize)}
+
+
+def _mem_op_parameters(driver: Driver, node: Any) -> dict[str, Any]:
+    params = driver.cuGraphBatchMemOpNodeGetParams(node)
+    return {"count": params.count, "flags": params.flags}
+
+
+# kind -> what the driver tells of a node of that kind
+_READ: dict[str, Callable[[Driver, Any], dict[str, Any]]] = {
+    "kernel": lambda driver, node: kernel_parameters(driver, node, None),
+    "memcpy": _memcpy_parameters,
+    "memset": _memset_parameters,
+    "host": _host_parameters,
+    "event record": lambda driver, node: {"event": int(driver.cuGraphEventRecordNodeGetEvent(node))},
+    "event wait": lambda driver, node: {"event": int(driver.cuGraphEventWaitNodeGetEvent(node))},
+    "child": lambda driver, node: {"graph": int(driver.cuGraphChildGraphNodeGetGraph(node))},
+    "alloc": _alloc_parameters,
+    "free": lambda driver, node: {"address": int(driver.cuGraphMemFreeNodeGetParams(node))},
+    "memory operations": _mem_op_parameters,
+}
 
 
 def _short(value: Any) -> str:

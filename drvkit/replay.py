@@ -10,11 +10,11 @@ Source: CUDA Driver API, "Graph Management" (``cuGraphInstantiateWithParams``, `
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from .attributes import dim3
 from .device import Event, Stream
 from .driver import DriverError
 from .graph import Graph, GraphError
@@ -38,6 +38,7 @@ from .node import (
     mem_op_params,
     packed_values,
 )
+from .scalars import said
 from .signature import UNFIT
 
 __all__ = ["Exec", "ExecKernelNode", "ExecNode"]
@@ -84,14 +85,18 @@ class Exec(Owned):
                 handle = driver.cuGraphInstantiateWithParams(graph.handle, params)
             except DriverError as error:
                 raise _instantiate_error(graph, nodes, params, error) from error
-        # What launches may touch. It is only ever added to: a launch in flight may still use what was replaced.
-        self._kept: dict[int, object] = {id(node.held): node.held for node in nodes}
+        # What launches may touch, by where it is used. The box owns it too, so that launches in flight do; what is
+        # replaced goes to the stream of the newest launch, behind which all others are.
+        self._kept: dict[object, object] = {path: node.held for path, node in enumerate(nodes) if node.held}
         self._nodes = {id(node): node for node in nodes}
         release = partial(device.context.call, driver.cuGraphExecDestroy, handle)
         self._own(handle, release, graph.name, (graph.box, self._kept))
         self._launch = driver.api.cuGraphLaunch
+        self._device_launch = device_launch
+        self._newest_stream: Callable[[], Stream | None] = lambda: None
         self._exec_nodes: dict[str, ExecNode] = {}
-        self._given: dict[str, Node] | None = None  # by path: the nodes whose parameters the last update took over
+        # Nodes whose parameters were taken over from other graphs since, by path; None: from one that does not tell.
+        self._given: dict[str, Node | None] = {}
         if stream is not None:
             stream.hold(self.box)
 
@@ -106,8 +111,22 @@ class Exec(Owned):
         if code:
             error = self.device.driver.error("cuGraphLaunch", code)
             raise GraphError(f"exec of graph {self.name!r}: {error}") from error
+        self._newest_stream = stream.weak
         if stream.newest is not box:
-            stream.hold(box)
+            # A graph that is being captured takes a copy of it, with what is in it now.
+            stream.hold(box if stream.capturing is None else (box, tuple(self._kept.values())))
+
+    def _keep(self, place: object, thing: object) -> None:
+        """From now on launches use ``thing`` at this place instead of what is kept there."""
+        old = self._kept.get(place)
+        self._kept[place] = thing
+        if old is None or old is thing:
+            return
+        if self._device_launch:  # launches by kernels are not known here
+            self._kept[id(old)] = old
+        stream = self._newest_stream()
+        if stream is not None and not stream.closed:  # a closed one has waited
+            stream.hold(old)
 
     def upload(self, stream: Any) -> None:
         """Bring it to the device ahead of its first launch."""
@@ -144,25 +163,37 @@ class Exec(Owned):
         if id(definition) not in self._nodes:
             raise GraphError(f"exec of graph {self.name!r} was made before node {path!r} was added")
         kind = _EXEC_NODES.get(type(definition), ExecNode)
-        return kind(self, definition, path, definition if self._given is None else self._given.get(path))
+        return kind(self, definition, path, self._given.get(path, definition))
 
     def update(self, graph: Graph) -> None:
         """Take over all parameters of ``graph``, which must have the same structure.
 
-        `GraphError` names the node that differs and how; the exec is then as it was.
+        `GraphError` names the node that differs and how; the exec is then as it was. Where the nodes of ``graph`` have
+        other names, or came in another order, their parameters are taken over all the same, but drvkit does not know
+        which are whose: `ExecKernelNode.set` then needs all of them first, by `ExecKernelNode.configure`.
         """
+        if not isinstance(graph, Graph):
+            raise TypeError(f"exec of graph {self.name!r}: update: wanted a Graph, got {said(graph)}")
         driver = self.device.driver
         info = _UpdateInfo()
         with self.device.context:
             code = driver.raw("cuGraphExecUpdate", 3)(int(self.handle), int(graph.handle), ctypes.byref(info))
         if code:
             raise self._update_error(graph, driver.error("cuGraphExecUpdate", code), info)
-        for node in graph.walk():
-            self._kept[id(node.held)] = node.held
-        self._kept[id(graph.box)] = graph.box
-        self._given = {node.path: node for node in graph.walk()}
-        for path, exec_node in self._exec_nodes.items():
-            exec_node._take(self._given.get(path))
+        self._take_over("", list(self._nodes.values()), graph)
+
+    def _take_over(self, prefix: str, nodes: Sequence[Node], graph: Graph) -> None:
+        """The parameters of ``nodes``, whose paths begin with ``prefix``, are those of ``graph`` now."""
+        givers = list(graph.walk())
+        paths = [node.path for node in nodes]
+        self._keep(("graph", prefix), (graph.box, tuple(node.held for node in givers)))
+        same = [(path.removeprefix(prefix), node.kind) for path, node in zip(paths, nodes, strict=True)] == [
+            (node.path, node.kind) for node in givers
+        ]
+        self._given |= dict(zip(paths, givers, strict=True)) if same else dict.fromkeys(paths)
+        for path in paths:
+            if path in self._exec_nodes:
+                self._exec_nodes[path]._take(self._given[path])
 
     def _update_error(self, graph: Graph, error: DriverError, info: _UpdateInfo) -> GraphError:
         driver = self.device.driver
@@ -182,9 +213,10 @@ class Exec(Owned):
         """Refuse further use; it is destroyed when its last launch is done, and then lets go of what it kept."""
         super().close()
         for node in self._exec_nodes.values():
-            node._box, node._kept = None, {}
+            node._box = None
+            node._take(None)
         self._exec_nodes.clear()
-        self._kept, self._nodes, self._given = {}, {}, None
+        self._kept, self._nodes, self._given = {}, {}, {}
 
 
 _UPDATE_REASONS = {
@@ -216,23 +248,23 @@ class ExecNode:
         self.node = node
         self.path = path
         self.device = exec_.device
+        self._exec = weakref.ref(exec_)
         self._exec_name = exec_.name
         self._box: Box | None = exec_.box
-        self._kept = exec_._kept
         self._take(given)
 
     def _take(self, node: Node | None) -> None:
-        """Take the parameters of ``node`` as those that the exec has; None: they are not known."""
+        """The exec has the parameters of ``node`` now; None: drvkit does not know which."""
 
     def set(self, **changes: Any) -> None:
         """Change parameters by name, for the launches to come; what is not named stays."""
-        raise self._error(f"a {self.node.kind} node of an exec cannot be changed")
+        raise self._error(f"a node of this kind ({type(self.node).__name__}) cannot be changed by name")
 
     @property
     def enabled(self) -> bool:
         """Whether it does anything. A disabled node is passed as if it were empty."""
         self._switchable()
-        return bool(self.device.driver.cuGraphNodeGetEnabled(self._handle, self.node.handle))
+        return bool(self.device.driver.cuGraphNodeGetEnabled(self._handle, self._node_handle))
 
     def enable(self) -> None:
         """Let it do its work again."""
@@ -244,7 +276,7 @@ class ExecNode:
 
     def _switch(self, on: int) -> None:
         self._switchable()
-        self._call("cuGraphNodeSetEnabled", self.node.handle, on)
+        self._call("cuGraphNodeSetEnabled", self._node_handle, on)
 
     def _switchable(self) -> None:
         if self.node.kind not in ("kernel", "memcpy", "memset"):
@@ -256,27 +288,39 @@ class ExecNode:
             raise ClosedError(f"exec of graph {self._exec_name!r} is closed")
         return self._box.handle
 
+    @property
+    def _node_handle(self) -> Any:
+        if self.node.handle is None:
+            raise self._error("it was removed from its graph, so that it can no longer be changed")
+        return self.node.handle
+
     def _call(self, name: str, *args: Any) -> None:
         try:
             getattr(self.device.driver, name)(self._handle, *args)
         except DriverError as error:
             raise self._error(str(error)) from error
 
-    def _keep(self, *things: object) -> None:
-        for thing in things:
-            self._kept[id(thing)] = thing
+    def _keep(self, place: object, thing: object) -> None:
+        exec_ = self._exec()
+        if exec_ is None:
+            raise ClosedError(f"exec of graph {self._exec_name!r} is gone")
+        exec_._keep((self.path, place), thing)
 
     def _known(self, changes: dict[str, Any], *names: str) -> list[Any]:
-        """The changes in the order of ``names``; `TypeError` for others."""
+        """The changes in the order of ``names``; `TypeError` for others, and where there is none."""
         for name in changes:
             if name not in names:
-                raise TypeError(
-                    f"{self.node.kind} node {self.path!r}: no parameter {name!r}; there are {', '.join(names)}"
-                )
+                has = f"there are {', '.join(names)}"
+                raise TypeError(f"{self.node.kind} node {self.path!r}: no parameter {name!r}; {has}")
+        if not changes:
+            raise TypeError(f"{self.node.kind} node {self.path!r}: set needs {' or '.join(names)}")
         return [changes.get(name) for name in names]
 
     def _error(self, why: str) -> GraphError:
         return GraphError(f"exec of graph {self._exec_name!r}: node {self.path!r}: {why}")
+
+    def _unknown(self, needs: str) -> GraphError:
+        return self._error(f"its parameters came from a graph with other names: give {needs}")
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.path!r} of graph {self._exec_name!r}>"
@@ -291,21 +335,20 @@ class ExecKernelNode(ExecNode):
 
     def _take(self, node: Node | None) -> None:
         self._apply = self.device.driver.api.cuGraphExecKernelNodeSetParams
-        self._node_handle = self.node.handle
-        if isinstance(node, KernelNode):
-            block = node.kernel._new_block()
-            params = self.device.driver.cuGraphKernelNodeGetParams(node.handle)
+        self._kernel, self._config = self.node.kernel, self.node.config
+        self._memory, self._params = bytearray(), None
+        self._block, self._places = None, {}
+        if isinstance(node, KernelNode) and node.handle is not None:
+            driver = self.device.driver
+            params = driver.cuGraphKernelNodeGetParams(node.handle)
+            block = Block(node.kernel.signature, driver, params.func)
             for index, packed in enumerate(packed_values(params, node.kernel.signature)):
                 block.swap(index, packed)
             block.configure_node(node.config)
             self._use(node.kernel, node.config, block)
-        else:
-            self._block = None
-            self._places = {}
 
     def _use(self, kernel: Kernel, config: Config, block: Block) -> None:
-        self._kernel, self._config = kernel, config
-        self._block = block
+        self._kernel, self._config, self._block = kernel, config, block
         self._memory, self._params = block.memory, block.node_params
         signature, base = kernel.signature, block.base
         self._places = {  # where it is in the block's memory, how it is written, whether it is a pointer
@@ -319,26 +362,34 @@ class ExecKernelNode(ExecNode):
         """
         memory, places = self._memory, self._places
         before = memory[:]
+        pointers = None
         try:
             for name, value in arguments.items():
                 at, put, is_pointer = places[name]
                 put(memory, at, value)
                 if is_pointer:
-                    self._keep(holder(value))
-            code = self._apply(self._box.handle, self._node_handle, self._params)[0]  # type: ignore[union-attr]
-            if not code:
-                return
-        except (KeyError, AttributeError, *UNFIT) as error:
-            failure: Exception = error
-        else:
-            failure = self._error(str(self._kernel.refusal("cuGraphExecKernelNodeSetParams", code, self._config)))
-        memory[:] = before
+                    pointers = [*(pointers or ()), (name, holder(value))]
+            code = self._apply(self._box.handle, self.node.handle, self._params)[0]  # type: ignore[union-attr]
+        except BaseException as error:
+            memory[:] = before
+            self._explain(arguments, error)
+            raise
+        if code:
+            memory[:] = before
+            self._node_handle  # noqa: B018 - tells if it was removed
+            raise self._error(str(self._kernel.refusal("cuGraphExecKernelNodeSetParams", code, self._config)))
+        if pointers:
+            for name, thing in pointers:
+                self._keep(name, thing)
+
+    def _explain(self, arguments: dict[str, Any], error: BaseException) -> None:
+        """Raise what says why `set` failed, where ``error`` does not."""
         self._handle  # noqa: B018 - tells if it is closed
         if self._block is None:
-            raise self._error("its arguments are not known after an update by another graph: use configure(args=...)")
-        for name, value in arguments.items():  # tells what does not fit
-            self._kernel.signature.value(self._kernel.signature.locate(name), value)
-        raise failure
+            raise self._unknown("kernel, grid, block and args to configure()") from None
+        if isinstance(error, (KeyError, *UNFIT)):
+            for name, value in arguments.items():
+                self._kernel.signature.value(self._kernel.signature.locate(name), value)
 
     def configure(
         self,
@@ -351,68 +402,97 @@ class ExecKernelNode(ExecNode):
     ) -> None:
         """Change the launch: what is left out stays. Another kernel needs all its ``args``."""
         old = self._config
+        self._handle  # noqa: B018 - tells if it is closed
+        if self._block is None and None in (kernel, grid, block, args):
+            raise self._unknown("kernel, grid, block and args")
         if kernel is None:
             kernel = self._kernel
+        elif not isinstance(kernel, Kernel):
+            raise TypeError(f"kernel node {self.path!r}: wanted a Kernel, got {said(kernel)}")
         elif args is None:
             raise TypeError(f"kernel node {self.path!r}: another kernel needs args=")
-        if self._block is None and args is None:
-            raise self._error("its arguments are not known after an update by another graph: give args=")
         config = kernel.config(
-            old.grid if grid is None else dim3(grid, f"kernel {kernel.name}: grid"),
-            old.block if block is None else dim3(block, f"kernel {kernel.name}: block"),
+            old.grid if grid is None else grid,
+            old.block if block is None else block,
             old.shared_mem_bytes if shared_mem_bytes is None else shared_mem_bytes,
             old.attributes,
         )
-        fresh = kernel._new_block()
+        function = kernel._function if kernel is not self._kernel or self._params is None else self._params.func
+        fresh = Block(kernel.signature, self.device.driver, function if function is not None else kernel.handle)
+        held: tuple[object, ...] = ()
         if args is not None:
-            self._keep(*fresh.pack(args))
+            held = fresh.pack(kernel.arguments(args))
         else:
             assert self._block is not None
             fresh.packed = self._block.packed
         fresh.configure_node(config)
-        self._keep(kernel.image_box)
-        self._call("cuGraphExecKernelNodeSetParams", self.node.handle, fresh.node_params)
+        self._call("cuGraphExecKernelNodeSetParams", self._node_handle, fresh.node_params)
         self._use(kernel, config, fresh)
+        self._keep("image", kernel.image_box)
+        if args is not None:
+            pointers = (p.name or p.index for p in kernel.signature.parameters if p.is_pointer)
+            for place, thing in zip(pointers, held, strict=True):
+                self._keep(place, thing)
 
 
-class ExecMemcpyNode(ExecNode):
-    """``set(target=..., source=...)``: other memory of the same kind, the same or another extent."""
+class _ExecOperands(ExecNode):
+    """A node with two parameters, either of which may be changed."""
+
+    names: tuple[str, str]
+    _operands: tuple[Any, Any] | None
 
     def _take(self, node: Node | None) -> None:
-        self._operands = (node.target, node.source) if isinstance(node, MemcpyNode) else (None, None)
+        self._operands = None
+        if node is not None and node.handle is not None and isinstance(node, MemcpyNode | MemsetNode):
+            self._operands = getattr(node, self.names[0]), getattr(node, self.names[1])
 
     def set(self, **changes: Any) -> None:
-        target, source = self._known(changes, "target", "source")
-        target = self._operands[0] if target is None else target
-        source = self._operands[1] if source is None else source
+        self._known(changes, *self.names)
+        self._handle  # noqa: B018 - tells if it is closed
+        if self._operands is None and len(changes) < 2:
+            raise self._unknown(" and ".join(self.names))
+        first, second = (
+            changes[name] if name in changes else self._operands and self._operands[i]
+            for i, name in enumerate(self.names)
+        )
+        self._apply(first, second)
+        self._operands = (first, second)
+
+    def _apply(self, first: Any, second: Any) -> None:
+        raise NotImplementedError
+
+
+class ExecMemcpyNode(_ExecOperands):
+    """``set(target=..., source=...)``: other memory of the same kind, the same or another extent."""
+
+    names = ("target", "source")
+
+    def _apply(self, first: Any, second: Any) -> None:
         driver = self.device.driver
-        params = copy_params(driver, target, source)
+        params = copy_params(driver, first, second)
         if params is None:
             raise self._error("there is nothing to copy: disable() it")
-        self._keep(holder(target), holder(source))
         try:
-            driver.cuGraphExecMemcpyNodeSetParams(self._handle, self.node.handle, params, self.device.context.handle)
+            driver.cuGraphExecMemcpyNodeSetParams(self._handle, self._node_handle, params, self.device.context.handle)
         except DriverError as error:
             limits = "an exec takes 1-D copies only, between the same kinds of memory as before"
             raise self._error(f"{error}; {limits}") from error
-        self._operands = (target, source)
+        self._keep("target", holder(first))
+        self._keep("source", holder(second))
 
 
-class ExecMemsetNode(ExecNode):
+class ExecMemsetNode(_ExecOperands):
     """``set(target=..., value=...)``."""
 
-    def _take(self, node: Node | None) -> None:
-        self._operands = (node.target, node.value) if isinstance(node, MemsetNode) else (None, None)
+    names = ("target", "value")
 
-    def set(self, **changes: Any) -> None:
-        target, value = self._known(changes, "target", "value")
-        target = self._operands[0] if target is None else target
-        value = self._operands[1] if value is None else value
-        driver = self.device.driver
-        params = fill_params(target, value).params(driver)
-        self._keep(holder(target))
-        self._call("cuGraphExecMemsetNodeSetParams", self.node.handle, params, self.device.context.handle)
-        self._operands = (target, value)
+    def _apply(self, first: Any, second: Any) -> None:
+        fill = fill_params(first, second)
+        if not fill.width:
+            raise self._error("there is nothing to fill: disable() it")
+        params = fill.params(self.device.driver)
+        self._call("cuGraphExecMemsetNodeSetParams", self._node_handle, params, self.device.context.handle)
+        self._keep("target", holder(first))
 
 
 class ExecEventNode(ExecNode):
@@ -421,10 +501,10 @@ class ExecEventNode(ExecNode):
     def set(self, **changes: Any) -> None:
         (event,) = self._known(changes, "event")
         if not isinstance(event, Event):
-            raise TypeError(f"{self.node.kind} node {self.path!r}: event: wanted an Event, got {event!r}")
-        self._keep(event.box)
+            raise TypeError(f"{self.node.kind} node {self.path!r}: event: wanted an Event, got {said(event)}")
         verb = "Record" if isinstance(self.node, EventRecordNode) else "Wait"
-        self._call(f"cuGraphExecEvent{verb}NodeSetEvent", self.node.handle, event.handle)
+        self._call(f"cuGraphExecEvent{verb}NodeSetEvent", self._node_handle, event.handle)
+        self._keep("event", event.box)
 
 
 class ExecHostNode(ExecNode):
@@ -434,8 +514,8 @@ class ExecHostNode(ExecNode):
         (function,) = self._known(changes, "function")
         label = f"host node {self.path!r} of graph {self._exec_name!r}"
         callback = HostCallback(self.device, function, label)
-        self._keep(callback)
-        self._call("cuGraphExecHostNodeSetParams", self.node.handle, callback.params(self.device.driver))
+        self._call("cuGraphExecHostNodeSetParams", self._node_handle, callback.params(self.device.driver))
+        self._keep("function", callback)
 
 
 class ExecChildNode(ExecNode):
@@ -444,9 +524,11 @@ class ExecChildNode(ExecNode):
     def set(self, **changes: Any) -> None:
         (graph,) = self._known(changes, "graph")
         if not isinstance(graph, Graph):
-            raise TypeError(f"child node {self.path!r}: graph: wanted a Graph, got {graph!r}")
-        self._keep(graph.box, *(node.held for node in graph.walk()))
-        self._call("cuGraphExecChildGraphNodeSetParams", self.node.handle, graph.handle)
+            raise TypeError(f"child node {self.path!r}: graph: wanted a Graph, got {said(graph)}")
+        self._call("cuGraphExecChildGraphNodeSetParams", self._node_handle, graph.handle)
+        exec_ = self._exec()
+        if exec_ is not None and isinstance(self.node, ChildNode):
+            exec_._take_over(f"{self.path}/", list(self.node.inner.walk()), graph)
 
 
 class ExecBatchMemOpNode(ExecNode):
@@ -456,8 +538,8 @@ class ExecBatchMemOpNode(ExecNode):
         (ops,) = self._known(changes, "ops")
         ops = tuple[WaitValue | WriteValue, ...](ops)
         params = mem_op_params(self.device.driver, self.device.context.handle, ops, f"node {self.path!r}")
-        self._keep(*(op.buffer.box for op in ops))
-        self._call("cuGraphExecBatchMemOpNodeSetParams", self.node.handle, params)
+        self._call("cuGraphExecBatchMemOpNodeSetParams", self._node_handle, params)
+        self._keep("ops", tuple(holder(op.buffer) for op in ops))
 
 
 _EXEC_NODES: dict[type[Node], type[ExecNode]] = {

@@ -9,7 +9,6 @@ a buffer a pointee to be compared with; what does not fit is an `ArgumentError` 
 from __future__ import annotations
 
 import ctypes
-import operator
 import re
 import struct
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from .memory import Buffer, pointee, view_of
+from .scalars import CLASSES, Unfit, format_of, is_ml, packer, said
 
 __all__ = ["UNFIT", "ArgumentError", "Arguments", "CType", "Parameter", "Signature"]
 
@@ -118,6 +118,8 @@ class CType:
     const: bool = False  # of what the outermost pointer points to
 
     def __str__(self) -> str:
+        if self.pointers > 1 and self.const:
+            return f"{self.base}{'*' * (self.pointers - 1)} const*"
         return f"{'const ' if self.const else ''}{self.base}{'*' * self.pointers}"
 
     @property
@@ -141,8 +143,8 @@ class CType:
         text = re.sub(
             r"\b(__restrict__|__restrict|restrict|volatile|struct|__grid_constant__|std::|cuda::std::)", " ", text
         )
-        head, star, _ = text.partition("*")
-        const = bool(star) and bool(re.search(r"\bconst\b", head))
+        head, *levels = text.split("*")
+        const = bool(levels) and bool(re.search(r"\bconst\b", [head, *levels][len(levels) - 1]))
         words = re.sub(r"\bconst\b", " ", head).split()
         order = {"unsigned": 0, "signed": 0, "short": 1, "long": 1, "int": 2, "char": 2}
         if words and all(word in order for word in words):
@@ -150,7 +152,7 @@ class CType:
         base = " ".join(words)
         if not base or not re.fullmatch(r"[\w:<>, ]+", base):
             raise ValueError(f"not a parameter type: {text.strip()!r}")
-        return cls(_ALIASES.get(base, base), text.count("*"), const)
+        return cls(_ALIASES.get(base, base), len(levels), const)
 
     @classmethod
     def demangled(cls, node: Any) -> CType:
@@ -180,12 +182,21 @@ def mangled_types(symbol: str) -> list[CType] | None:
     return [] if types == [CType("void")] else types
 
 
-def declared_types(texts: Sequence[str]) -> list[CType] | None:
-    """Parameter types as declared; None if one is written in a way that only a compiler reads."""
-    try:
-        return [CType.parse(text) for text in texts]
-    except ValueError:
-        return None
+def declared_types(texts: Sequence[str]) -> list[CType | None]:
+    """Parameter types as declared. What only a compiler knows (a typedef, a struct) stays open: None by value, and
+    behind a pointer void, which takes any dtype."""
+    types: list[CType | None] = []
+    for text in texts:
+        try:
+            ctype = CType.parse(text)
+        except ValueError:
+            types.append(None)
+            continue
+        if ctype.size is None or (ctype.pointers and ctype.dtype is None and ctype.base not in _VECTORS):
+            types.append(CType("void", ctype.pointers, ctype.const) if ctype.pointers else None)
+        else:
+            types.append(ctype)
+    return types
 
 
 def kernel_label(symbol: str) -> str:
@@ -198,11 +209,6 @@ def kernel_label(symbol: str) -> str:
 
 
 # Parameters
-
-_ML_FORMAT = {1: "B", 2: "H"}  # as bits: struct does not know these types
-_FORMAT = {("b", 1): "?", ("f", 2): "e", ("f", 4): "f", ("f", 8): "d"}
-_FORMAT |= {("i", 1): "b", ("i", 2): "h", ("i", 4): "i", ("i", 8): "q"}
-_FORMAT |= {("u", 1): "B", ("u", 2): "H", ("u", 4): "I", ("u", 8): "Q"}
 
 
 @dataclass(frozen=True)
@@ -230,7 +236,7 @@ class Parameter:
 
     def unpack(self, raw: bytes) -> Any:
         """The value in packed bytes: a number, an address, or the bytes themselves."""
-        if self.type is not None and not self.type.pointers and self.type.dtype is not None and _is_ml(self.type.dtype):
+        if self.type is not None and not self.type.pointers and self.type.dtype is not None and is_ml(self.type.dtype):
             return np.frombuffer(raw, self.type.dtype)[0]
         return struct.unpack("<" + self.format, raw)[0]
 
@@ -242,102 +248,11 @@ class Parameter:
                 return "Q"
             dtype = self.type.dtype
             if dtype is not None:
-                return _ML_FORMAT[dtype.itemsize] if _is_ml(dtype) else _FORMAT[dtype.kind, dtype.itemsize]
+                return format_of(dtype)
         return f"{self.size}s"
 
 
-def _is_ml(dtype: np.dtype[Any]) -> bool:
-    return hasattr(ml_dtypes, dtype.name)
-
-
-_IN_LINE = {"b": "bool", "i": "int", "u": "int", "f": "float"}  # kind: the class that needs no packer
-
-_Packer = Callable[[Any], Any]  # an argument -> what struct packs; raises _Unfit
-
-
-class _Unfit(Exception):  # noqa: N818 - never leaves this file
-    """An argument does not fit: (wanted, got), in words."""
-
-
-def _said(value: Any) -> str:
-    if isinstance(value, Buffer):
-        return repr(value)
-    if isinstance(value, (bool, int, float, complex, str, np.generic)):
-        text = repr(value)
-        return text if text.startswith(("np.", "'")) else f"{type(value).__name__} {text}"
-    shape = getattr(value, "shape", None)
-    dtype = getattr(value, "dtype", None)
-    detail = f" of {dtype}, shape {tuple(shape)}" if shape is not None and dtype is not None else ""
-    return "None" if value is None else f"{type(value).__module__}.{type(value).__name__}{detail}"
-
-
-def _integer_packer(dtype: np.dtype[Any]) -> _Packer:
-    low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
-    wanted = f"{dtype.name}, an integer in [{low}, {high}]"
-
-    def integer(value: Any) -> int:
-        if value.__class__ is int:
-            if low <= value <= high:
-                return value
-            raise _Unfit(wanted, _said(value))
-        if isinstance(value, ctypes._SimpleCData):
-            value = value.value
-        if hasattr(value, "getPtr"):  # a handle of the bindings, such as CUgraphConditionalHandle
-            value = int(value)
-        if isinstance(value, (bool, np.bool_, np.ndarray)):
-            raise _Unfit(wanted, _said(value))
-        try:
-            return integer(operator.index(value))
-        except TypeError:
-            raise _Unfit(wanted, _said(value)) from None
-
-    return integer
-
-
-def _float_packer(dtype: np.dtype[Any]) -> _Packer:
-    ml = _is_ml(dtype)
-    limits: Any = (ml_dtypes if ml else np).finfo(dtype)
-    exact = 1 << (limits.nmant + 1)
-
-    def real(value: Any) -> Any:
-        if value.__class__ is not float:
-            if isinstance(value, ctypes._SimpleCData):
-                value = value.value
-            if isinstance(value, (bool, np.bool_, np.ndarray)) or not hasattr(value, "__float__"):
-                raise _Unfit(f"{dtype.name}, a number", _said(value))
-            if isinstance(value, (complex, np.complexfloating)) or hasattr(value, "getPtr"):
-                raise _Unfit(f"{dtype.name}, a number", _said(value))
-            if (
-                isinstance(value, (int, np.integer))
-                and not -exact <= value <= exact
-                and not _is_exact(int(value), dtype)
-            ):
-                raise _Unfit(f"{dtype.name}, which cannot hold this integer exactly", _said(value))
-            value = float(value)
-        if not ml:
-            return value
-        with np.errstate(all="ignore"):
-            packed = np.asarray(value).astype(dtype)
-        if np.isfinite(value) and not np.isfinite(packed.astype(np.float64)):
-            raise _Unfit(f"{dtype.name}, at most {float(limits.max):g} in size", _said(value))
-        return int(packed.view(f"u{dtype.itemsize}"))
-
-    return real
-
-
-def _is_exact(value: int, dtype: np.dtype[Any]) -> bool:
-    """Whether a float type holds this integer."""
-    with np.errstate(over="ignore"):
-        nearest = float(np.asarray(float(value)).astype(dtype)) if abs(value) < 1 << 1000 else float("inf")
-    return np.isfinite(nearest).item() and int(nearest) == value
-
-
-def _bool_packer(value: Any) -> bool:
-    if isinstance(value, ctypes.c_bool):
-        value = value.value
-    if not isinstance(value, (bool, np.bool_)):
-        raise _Unfit("bool", _said(value))
-    return bool(value)
+_Packer = Callable[[Any], Any]  # an argument -> what struct packs; raises Unfit
 
 
 def _bytes_packer(size: int, label: str) -> _Packer:
@@ -352,16 +267,16 @@ def _bytes_packer(size: int, label: str) -> _Packer:
             if data is not None:
                 if len(data) == size:
                     return bytes(data)
-                raise _Unfit(f"{label} of {size} bytes, by value", f"{_said(value)} of {len(data)} bytes")
+                raise Unfit(f"{label} of {size} bytes, by value", f"{said(value)} of {len(data)} bytes")
         hint = "a ctypes structure, a numpy scalar or bytes"
-        raise _Unfit(f"{label} of {size} bytes, by value ({hint})", _said(value))
+        raise Unfit(f"{label} of {size} bytes, by value ({hint})", said(value))
 
     return whole
 
 
-def _pointer_packer(ctype: CType, kind: str) -> _Packer:
+def _pointer_packer(ctype: CType, device: str) -> _Packer:
     dtypes, align = _pointees(ctype)
-    token = pointee(kind, dtypes[0]) if dtypes else None
+    token = pointee(device, dtypes[0]) if dtypes else None
     wanted = f"{ctype}, a device array of {' or '.join(d.name for d in dtypes) if dtypes else 'any dtype'}"
 
     def pointer(value: Any) -> int:
@@ -371,27 +286,29 @@ def _pointer_packer(ctype: CType, kind: str) -> _Packer:
             return 0
         if isinstance(value, Buffer):
             if value.closed:
-                raise _Unfit(wanted, f"{value!r} ({value.allocation.info})")
-            if value.device.driver.kind != kind:
-                raise _Unfit(f"{wanted} on a {kind} device", repr(value))
+                raise Unfit(wanted, f"{value!r} ({value.allocation.info})")
+            if value.device.id != device and (
+                value.where != "pinned" or value.device.driver.kind != device.split(":")[0]
+            ):
+                raise Unfit(f"{wanted} on {device}", repr(value))
         elif isinstance(value, ctypes.c_void_p):
             return value.value or 0
-        elif hasattr(value, "getPtr") and hasattr(value, "__int__"):  # CUdeviceptr
+        elif type(value).__name__ == "CUdeviceptr":  # of the bindings
             return int(value)
         view = None if isinstance(value, np.generic) else view_of(value)
         if view is None:
             hint = "; a bare address is given as ctypes.c_void_p" if isinstance(value, (int, np.integer)) else ""
-            raise _Unfit(wanted, _said(value) + hint)
+            raise Unfit(wanted, said(value) + hint)
         if view.on_host:
-            raise _Unfit(wanted, f"{_said(value)} in host memory")
+            raise Unfit(wanted, f"{said(value)} in host memory")
         if dtypes and view.dtype not in dtypes and not (ctype.dtype is None and view.dtype.names):
-            raise _Unfit(wanted, f"{view.dtype} ({_said(value)})")
+            raise Unfit(wanted, f"{view.dtype} ({said(value)})")
         if not view.contiguous:
-            raise _Unfit(f"{wanted}, contiguous", f"strides {view.strides} of shape {view.shape}")
+            raise Unfit(f"{wanted}, contiguous", f"strides {view.strides} of shape {view.shape}")
         if view.address % align:
-            raise _Unfit(f"{wanted}, aligned to {align} bytes", f"address {view.address:#x}")
+            raise Unfit(f"{wanted}, aligned to {align} bytes", f"address {view.address:#x}")
         if view.readonly and not ctype.const:
-            raise _Unfit(f"{wanted}, writable", f"read-only {_said(value)}")
+            raise Unfit(f"{wanted}, writable", f"read-only {said(value)}")
         return view.address
 
     return pointer
@@ -413,17 +330,17 @@ def _pointees(ctype: CType) -> tuple[list[np.dtype[Any]], int]:
         return [np.dtype(np.uint8)], 1
     dtype = ctype.dtype
     dtypes = [dtype]
-    if _is_ml(dtype):  # libraries that cannot name it carry it as unsigned integers or void
+    if is_ml(dtype):  # libraries that cannot name it carry it as unsigned integers or void
         dtypes += [np.dtype(f"u{dtype.itemsize}"), np.dtype(f"V{dtype.itemsize}")]
     if ctype.base == "char":
         dtypes.append(np.dtype(np.uint8))
     return dtypes, dtype.itemsize
 
 
-def _untyped_packer(size: int, kind: str) -> _Packer:
+def _untyped_packer(size: int, device: str) -> _Packer:
     """Only the size is known: typed values of that size, and device arrays where it is 8."""
     whole = _bytes_packer(size, "an untyped parameter")
-    pointer = _pointer_packer(CType("void", 1), kind)
+    pointer = _pointer_packer(CType("void", 1), device)
 
     def sized(value: Any) -> Any:
         if isinstance(value, np.generic):
@@ -432,34 +349,34 @@ def _untyped_packer(size: int, kind: str) -> _Packer:
             return pointer(value).to_bytes(8, "little")
         if isinstance(value, (bool, int, float)):
             wanted = f"a typed value of {size} bytes (np.int32(...), a Buffer, ...; or declare signature=)"
-            raise _Unfit(wanted, _said(value))
+            raise Unfit(wanted, said(value))
         return whole(value)
 
     return sized
 
 
-def _packer(parameter: Parameter, kind: str) -> _Packer:
+def _packer_of(parameter: Parameter, device: str) -> _Packer:
     ctype = parameter.type
     if ctype is None:
-        return _untyped_packer(parameter.size, kind)
+        return _untyped_packer(parameter.size, device)
     if ctype.pointers:
-        return _pointer_packer(ctype, kind)
+        return _pointer_packer(ctype, device)
     dtype = ctype.dtype
     if dtype is None:
         return _bytes_packer(parameter.size, str(ctype))
-    if dtype.kind == "b":
-        return _bool_packer
-    return _integer_packer(dtype) if dtype.kind in "iu" else _float_packer(dtype)
+    pack = packer(dtype)
+    assert pack is not None
+    return pack
 
 
-UNFIT = (_Unfit, struct.error, OverflowError, ValueError, TypeError)  # what `Signature.write` and ``put`` raise
+UNFIT = (Unfit, struct.error, OverflowError, ValueError, TypeError)  # what `Signature.write` and ``put`` raise
 
 
 def _expression(p: Parameter, arg: str) -> str:
     """The value that struct packs for argument ``arg``, in the source of `Signature.write`."""
     common = None
-    if p.type is not None and p.type.dtype is not None and not _is_ml(p.type.dtype) and not p.type.pointers:
-        common = f"{arg} if {arg}.__class__ is {_IN_LINE[p.type.dtype.kind]}"
+    if p.type is not None and p.type.dtype is not None and not is_ml(p.type.dtype) and not p.type.pointers:
+        common = f"{arg} if {arg}.__class__ is {CLASSES[p.type.dtype.kind]}"
     elif p.type is not None and p.type.dtype is not None and p.type.pointers == 1:
         common = f"{arg}._address if {arg}.__class__ is Buffer and {arg}._packs_as is token{p.index}"
     return f"{common} else pack{p.index}({arg})" if common else f"pack{p.index}({arg})"
@@ -473,7 +390,7 @@ class Signature:
         types: a type for each parameter, or None where only sizes are known.
         names: a name for each parameter, or None.
         layout: (offset, size) in bytes of each parameter in the compiled kernel.
-        kind: the device kind whose memory pointers may point to.
+        device: the device whose memory (or any pinned memory) pointers may point to.
 
     `ValueError` if types and layout disagree.
     """
@@ -481,10 +398,10 @@ class Signature:
     def __init__(
         self,
         kernel: str,
-        types: Sequence[CType] | None,
+        types: Sequence[CType | None] | None,
         names: Sequence[str] | None,
         layout: Sequence[tuple[int, int]],
-        kind: str = "cuda",
+        device: str = "cuda:0",
     ) -> None:
         self.kernel = kernel
         for what, given in (("types", types), ("names", names)):
@@ -505,13 +422,13 @@ class Signature:
                     f"but the compiled kernel takes {parameter.size} bytes there"
                 )
         self.index = {p.name: p.index for p in self.parameters if p.name}
-        self._packers = tuple(_packer(p, kind) for p in self.parameters)
+        self._packers = tuple(_packer_of(p, device) for p in self.parameters)
         self._structs = tuple(struct.Struct("<" + p.format) for p in self.parameters)
         self.nbytes = max((p.offset + p.size for p in self.parameters), default=0)
         self.takes_handles = any(p.type == CType("unsigned long long") for p in self.parameters)
-        self._compile(kind)
+        self._compile(device)
 
-    def _compile(self, kind: str) -> None:
+    def _compile(self, device: str) -> None:
         """Make ``write(args, memory, base, first)`` and ``put[i](memory, at, value)``, as dataclasses make methods.
 
         ``write`` packs all arguments and gives ``first`` and what keeps the memory behind the pointers alive; ``put``
@@ -527,7 +444,7 @@ class Signature:
             end = p.offset + p.size
             names[f"pack{p.index}"], names[f"put{p.index}_into"] = pack, self._structs[p.index].pack_into
             if p.type is not None and p.type.pointers == 1 and p.type.dtype is not None:
-                names[f"token{p.index}"] = pointee(kind, p.type.dtype)
+                names[f"token{p.index}"] = pointee(device, p.type.dtype)
             puts.append(f"def put{p.index}(memory, at, a): put{p.index}_into(memory, at, {_expression(p, 'a')})")
         names["pack_into"] = struct.Struct(layout).pack_into
         targets = "".join(f"a{p.index}, " for p in self.parameters) or "()"
@@ -553,7 +470,7 @@ class Signature:
         try:
             count = len(args)
         except TypeError:
-            return ArgumentError(self.kernel, None, None, f"a tuple of arguments {self}", _said(args))
+            return ArgumentError(self.kernel, None, None, f"a tuple of arguments {self}", said(args))
         if count != len(self.parameters):
             return ArgumentError(self.kernel, None, None, f"{len(self.parameters)} arguments {self}", str(count))
         for index, value in enumerate(args):
@@ -568,10 +485,10 @@ class Signature:
         parameter = self.parameters[index]
         try:
             return self._structs[index].pack(self._packers[index](value))
-        except _Unfit as unfit:
+        except Unfit as unfit:
             wanted, got = unfit.args
         except (struct.error, OverflowError):
-            wanted, got = f"{parameter.type}, which is in range", _said(value)
+            wanted, got = f"{parameter.type}, which is in range", said(value)
         raise ArgumentError(self.kernel, index, parameter.name, wanted, got)
 
     def locate(self, name: str | int) -> int:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -502,3 +503,15 @@ def test_clear_removes_the_entries_only(cache: Cache) -> None:
     (cache.directory / "foreign").touch()
     cache.clear()
     assert [path.name for path in cache.directory.iterdir()] == ["foreign"]
+
+
+def test_compiling_changes_no_bytes_that_others_share() -> None:
+    build(Source.from_text("__global__ void k() {}"), arch="sm_90", cache=None)
+    assert [bytes([value]) for value in range(256)] == [value.to_bytes(1, "little") for value in range(256)]
+    assert struct.pack("b", 32) == b"\x20"
+    assert bytes([32])[0] == 32
+
+
+def test_a_kind_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match="kind: wanted cubin or ptx, got 'sass'"):
+        build(Source.from_text("__global__ void k() {}"), arch="sm_90", kind="sass", cache=None)  # type: ignore[arg-type]

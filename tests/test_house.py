@@ -13,7 +13,7 @@ PACKAGE = Path(drvkit.__file__).resolve().parent
 
 # In the order in which data goes through them: each imports only from those before it.
 ORDER = (
-    *("driver", "lifetime", "device", "dlpack", "memory", "source", "build", "signature", "attributes"),
+    *("driver", "lifetime", "device", "dlpack", "scalars", "memory", "source", "build", "signature", "attributes"),
     *("module", "node", "show", "graph", "replay", "ops", "ref"),
 )
 

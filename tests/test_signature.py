@@ -14,6 +14,7 @@ from typing import Any, cast
 import ml_dtypes
 import numpy as np
 import pytest
+from cuda.bindings.driver import CUdeviceptr, CUgraphConditionalHandle
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,19 +81,6 @@ class OnlyDLPack:
         return self.behind.__dlpack__(**how)
 
 
-class Handle:
-    """How the bindings show a handle or an address."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def __int__(self) -> int:
-        return self.value
-
-    def getPtr(self) -> int:
-        return id(self)
-
-
 class Index:
     def __init__(self, value: int) -> None:
         self.value = value
@@ -140,7 +128,7 @@ def test_an_integer_is_packed_exactly_or_refused(ctype: str, value: int) -> None
     info = np.iinfo(INTEGERS[ctype])
     if info.min <= value <= info.max:
         want = value.to_bytes(info.bits // 8, "little", signed=info.min < 0)
-        assert packed(ctype, value) == packed(ctype, Index(value)) == packed(ctype, Handle(value)) == want
+        assert packed(ctype, value) == packed(ctype, Index(value)) == want
     else:
         assert f"got int {value}" in refusal(ctype, value)
         refusal(ctype, Index(value))
@@ -245,7 +233,9 @@ def test_an_integer_that_a_float_cannot_hold_is_refused(ctype: str, exact: int, 
 
 
 @pytest.mark.parametrize("ctype", [*FLOATS, *SMALL_FLOATS])
-@pytest.mark.parametrize("value", [True, np.True_, 1j, np.complex64(1), "1", None, np.array(1.0), Handle(1), buffer()])
+@pytest.mark.parametrize(
+    "value", [True, np.True_, 1j, np.complex64(1), "1", None, np.array(1.0), CUdeviceptr(1), buffer()]
+)
 def test_what_is_no_number_is_refused(ctype: str, value: Any) -> None:
     assert "a number" in refusal(ctype, value)
 
@@ -257,7 +247,7 @@ def test_a_bool_is_nothing_else(value: Any) -> None:
 
 def test_a_conditional_handle_is_64_bits_of_anything_with_an_index() -> None:
     handle = 2**63 + 5
-    for value in (handle, Index(handle), Handle(handle), np.uint64(handle)):
+    for value in (handle, Index(handle), CUgraphConditionalHandle(handle), np.uint64(handle)):
         assert packed("cudaGraphConditionalHandle", value) == handle.to_bytes(8, "little")
     assert signature("cudaGraphConditionalHandle").takes_handles
     assert not signature("const unsigned long long*", "long long").takes_handles
@@ -357,7 +347,7 @@ def test_pointers_that_are_no_arrays() -> None:
     assert packed("float*", None) == bytes(8)
     assert packed("float*", ctypes.c_void_p(0x3000)) == (0x3000).to_bytes(8, "little")
     assert packed("float*", ctypes.c_void_p()) == bytes(8)
-    assert packed("float*", Handle(0x4000)) == (0x4000).to_bytes(8, "little")
+    assert packed("float*", CUdeviceptr(0x4000)) == (0x4000).to_bytes(8, "little")
 
 
 def test_foreign_arrays_by_protocol() -> None:
@@ -384,7 +374,7 @@ def test_foreign_arrays_by_protocol() -> None:
         ("float*", buffer(4, address=0x1001), "aligned to 4 bytes"),
         ("float4*", buffer(4, address=0x1004), "aligned to 16 bytes, got address 0x1004"),
         ("double2*", buffer(4, "f8", address=0x1008), "aligned to 16 bytes"),
-        ("float*", buffer(device=CPU), "on a cuda device"),
+        ("float*", buffer(device=CPU), "on cuda:0"),
         ("float**", buffer(4, "f4"), "a device array of uint64 or int64, got float32"),
     ],
 )
@@ -547,7 +537,7 @@ def test_parameters_are_found_by_name_or_position() -> None:
         ("_Z1kI13__nv_bfloat16EvPT_S0_", ["__nv_bfloat16*", "__nv_bfloat16"]),
         ("_Z1k6__halfP13__nv_fp8_e4m3", ["__half", "__nv_fp8_e4m3*"]),
         ("_Z3fooP6float4PPfbaxy", ["float4*", "float**", "bool", "signed char", "long long", "unsigned long long"]),
-        ("_Z1kPKPKf", ["const float**"]),
+        ("_Z1kPKPKf", ["float* const*"]),
         ("_Z1kN2dk4ArgsE", ["dk::Args"]),
         (
             "_Z1khstjlmdc",
@@ -586,7 +576,7 @@ def test_the_label_of_a_symbol() -> None:
         ("half2", "__half2"),
         ("cudaGraphConditionalHandle", "unsigned long long"),
         ("const struct dk::Args*", "const dk::Args*"),
-        ("float const *const *", "const float**"),
+        ("float const *const *", "float* const*"),
     ],
 )
 def test_types_as_declared(text: str, want: str) -> None:
@@ -594,7 +584,9 @@ def test_types_as_declared(text: str, want: str) -> None:
 
 
 def test_a_declaration_that_only_a_compiler_reads_is_not_guessed() -> None:
-    assert declared_types(["int", "void (*)(int)"]) is None
+    assert declared_types(["int", "void (*)(int)", "real", "real"]) == [CType("int"), None, None, None]
+    assert declared_types(["const real*", "Args*"]) == [CType("void", 1, True), CType("void", 1)]
+    assert declared_types(["const float[]", "float [4]"]) == [CType("float", 1, True), CType("float", 1)]
     assert declared_types([]) == []
 
 

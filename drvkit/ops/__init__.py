@@ -25,7 +25,7 @@ import numpy as np
 
 from ..device import Device, Stream
 from ..memory import Buffer, View, view_of
-from ..module import Kernel, Module
+from ..module import Kernel, Module, shared_module
 
 if TYPE_CHECKING:
     from ..graph import After, Graph
@@ -119,8 +119,8 @@ def apart(label: str, written: View, role: str, read: View) -> None:
 def kernel(device: Device, source: str, name: str) -> Kernel:
     """A kernel of ``cuda_src``, out of the module that `release` lets go of."""
     module = _modules.get((device, source))
-    if module is None:  # of threads that load it at the same time, one keeps its module
-        module = _modules.setdefault((device, source), Module(device, source))
+    if module is None:
+        module = _modules[device, source] = shared_module(device, source)
     return module.kernel(name)
 
 
