@@ -4,7 +4,7 @@ ifeq ($(origin PY), undefined)
 PY := $(VENV)/bin/python
 READY := $(VENV)/ready
 endif
-RUN := PYTHONPATH=. $(PY)
+RUN := PYTHONPATH=.:$$PYTHONPATH $(PY)
 
 .PHONY: help demo test lint typecheck bench clean
 
@@ -33,8 +33,9 @@ clean:  ## remove what the other targets made
 
 # CuPy is taken where a GPU is: its arrays are buffers for the tests there.
 $(VENV)/ready: pyproject.toml
+	python3 -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[dev]'
-	@if ldconfig -p 2>/dev/null | grep -q libcuda.so.1; then \
+	@if $(VENV)/bin/python -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null; then \
 	  $(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[cupy]'; fi
 	touch $@

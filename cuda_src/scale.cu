@@ -1,34 +1,15 @@
 // y = x * alpha, elementwise.
 //
-// T is float, __half or __nv_bfloat16: the product is made in float and rounded to T once.
-// y may be x itself: a thread reads its elements before it writes them, and no other thread's. Any other overlap races.
+// T is float, __half or __nv_bfloat16: the product is made in float and rounded to T once. y may be x itself.
 
-#include "dk/vec.cuh"
-
-// One access of kPerThread elements where a whole one is left and both ends are aligned to it, else one by one. So a
-// node whose pointers are changed later to unaligned ones gets slower and stays right.
-template <typename T, int kPerThread>
-__device__ void scale_elements(const T* x, T* y, int n, float alpha) {
-  using Vec = dk::Vec<T, kPerThread>;
-  const long long first = dk::thread_in_grid() * kPerThread;
-
-  if (first + kPerThread <= n && Vec::fits(x) && Vec::fits(y)) {
-    Vec values = Vec::load(x + first);
-    for (T& value : values.elements) value = dk::from_float<T>(dk::to_float(value) * alpha);
-    values.store(y + first);
-    return;
-  }
-  for (long long i = first; i < first + kPerThread && i < n; ++i) {
-    y[i] = dk::from_float<T>(dk::to_float(x[i]) * alpha);
-  }
-}
+#include "dk/elementwise.cuh"
 
 // grid: ceil(n / (block * kPerThread)), block: any, both one-dimensional
 // x, y: [n]
 // y[i] = T(float(x[i]) * alpha)
 template <typename T, int kPerThread = 1>
 __global__ void scale(const T* x, T* y, int n, float alpha) {
-  scale_elements<T, kPerThread>(x, y, n, alpha);
+  dk::elementwise<kPerThread>([alpha](float x) { return x * alpha; }, n, y, x);
 }
 
 // As `scale`, with the factor in device memory, where each replay of a graph may find another.
@@ -38,7 +19,8 @@ __global__ void scale(const T* x, T* y, int n, float alpha) {
 // y[i] = T(float(x[i]) * *alpha)
 template <typename T, int kPerThread = 1>
 __global__ void scale_dynamic(const T* x, T* y, int n, const float* alpha) {
-  scale_elements<T, kPerThread>(x, y, n, *alpha);
+  const float factor = *alpha;
+  dk::elementwise<kPerThread>([factor](float x) { return x * factor; }, n, y, x);
 }
 
 template <typename T>

@@ -308,6 +308,12 @@ class Event(Owned):
         return float(self.device.driver.cuEventElapsedTime(self.handle, end.handle))
 
 
+class Life:
+    """Whether something is destroyed: for releases that may come after it."""
+
+    over = False
+
+
 class Stream(Owned):
     """A queue of device work, done in order.
 
@@ -325,13 +331,16 @@ class Stream(Owned):
                 raise ValueError(f"stream priority: wanted an integer in [{greatest}, {least}], got {priority!r}")
             handle = driver.cuStreamCreateWithPriority(driver.CUstream_flags.CU_STREAM_NON_BLOCKING, priority)
         self._begin(device, handle)
-        destroy = partial(_destroy_stream, driver, handle, self._ledger, self._batches)
-        self._own(handle, partial(device.context.call, destroy))
+        # What it holds belongs to its box, not to the release: that is known to the interpreter for good, and may not
+        # refer to what may refer to the stream.
+        release = partial(device.context.call, _destroy_stream, driver, handle, self.life)
+        self._own(handle, release, owner=(self._ledger, self._batches))
 
     def _begin(self, device: Device, handle: Any) -> None:
         self.device = device
         device.streams.add(self)
         self.weak = weakref.ref(self)
+        self.life = Life()
         self.raw: Any = handle  # the CUstream, as long as it is open; launches compare it
         self.capturing: Capturing | None = None
         self._ledger: list[object] = []  # what work may touch that no event marks yet
@@ -462,13 +471,8 @@ class Stream(Owned):
         return 0, int(self.handle)
 
 
-def _destroy_stream(
-    driver: Driver, handle: Any, ledger: list[object], batches: deque[tuple[Event, list[object]]]
-) -> None:
+def _destroy_stream(driver: Driver, handle: Any, life: Life) -> None:
     """Destroying a stream does not stop its work: wait, so that what it holds outlives that."""
-    if ledger or batches:
-        driver.cuStreamSynchronize(handle)
-    while batches:
-        batches.popleft()[0].close()
-    del ledger[:]
+    life.over = True
+    driver.cuStreamSynchronize(handle)
     driver.cuStreamDestroy(handle)

@@ -148,7 +148,10 @@ def read(producer: Any) -> tuple[int, np.dtype[Any], tuple[int, ...], tuple[int,
         strides, step = (), dtype.itemsize
         for extent in reversed(shape):
             strides, step = (step, *strides), step * max(extent, 1)
-    return (tensor.data or 0) + tensor.byte_offset, dtype, shape, strides
+    address = (tensor.data or 0) + tensor.byte_offset
+    del tensor, capsule
+    sweep()  # the producer may be a wrapper of what was exported here
+    return address, dtype, shape, strides
 
 
 def _dtype(code: _DataType) -> np.dtype[Any]:

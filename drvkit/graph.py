@@ -656,7 +656,7 @@ class Graph(Owned):
             references = capturing.end()
             code = driver.api.cuStreamEndCapture(stream.handle)[0]
         if code:
-            breaker = driver.capture_broken_by
+            breaker = driver.in_capture.refused
             cause = (
                 f"{breaker}" if breaker else f"{type(failure).__name__}: {failure}" if failure else "a forbidden call"
             )

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from . import dlpack
-from .device import Device
+from .device import Device, Life
 from .driver import Driver, DriverError
 from .lifetime import Box, ClosedError, Live, Owned, caller
 from .scalars import Unfit, bits, said
@@ -359,13 +359,14 @@ class MemoryPool(Owned):
         return self.device.driver.CUmemPool_attribute.__members__[f"CU_MEMPOOL_ATTR_{name}"]
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike, stream: Any) -> Buffer:
-        """Memory that exists from ``stream``'s work so far on. Closed or dropped, it is freed in its order."""
+        """Memory that exists from ``stream``'s work so far on. Closed or dropped, it is freed in the stream's order, or
+        at once if the stream is gone."""
         shape, dtype, nbytes = _extent(shape, dtype)
         stream = self.device.as_stream(stream)
         address = int(self.device.driver.cuMemAllocFromPoolAsync(max(nbytes, 1), self.handle, stream.handle))
-        free = partial(_free_async, self.device.driver, self.box, address, stream.box)
+        free = partial(_free_async, self.device.driver, address, stream.handle, stream.life)
         release = partial(self.device.context.call, free)
-        return Buffer._whole(Allocation(self.device, address, nbytes, "pool"), release, dtype, shape)
+        return Buffer._whole(Allocation(self.device, address, nbytes, "pool"), release, dtype, shape, self.box)
 
     @property
     def used_bytes(self) -> int:
@@ -381,9 +382,12 @@ class MemoryPool(Owned):
         self.device.driver.cuMemPoolTrimTo(self.handle, keep_bytes)
 
 
-def _free_async(driver: Driver, pool: Box | None, address: int, stream: Box) -> None:
-    """The boxes outlive the memory: a closed stream is destroyed, and a closed pool, when the last of it is free."""
-    driver.cuMemFreeAsync(address, stream.handle)
+def _free_async(driver: Driver, address: int, stream: Any, life: Life) -> None:
+    """In the order of the stream; of a stream that is gone, now."""
+    if life.over:
+        driver.cuMemFree(address)
+    else:
+        driver.cuMemFreeAsync(address, stream)
 
 
 class _HostMemory:
@@ -427,6 +431,8 @@ def view_of(operand: Any) -> View | None:
     DLPack. None if it is nothing of that kind."""
     if isinstance(operand, Buffer):
         return View(operand.address, operand.dtype, operand.shape, operand.strides)
+    if isinstance(operand, np.ma.MaskedArray):  # its memory says nothing of its mask
+        return None
     if isinstance(operand, np.ndarray):
         readonly = not operand.flags.writeable
         return View(operand.ctypes.data, operand.dtype, operand.shape, operand.strides, True, readonly)

@@ -127,6 +127,8 @@ class Node:
         return {}
 
     def __repr__(self) -> str:
+        if self.handle is None or self._graph() is None:
+            return f"<{type(self).__name__} {self.name!r}, removed>"
         return f"<{type(self).__name__} {self.path!r} of graph {self.graph.root.name!r}>"
 
 
@@ -153,6 +155,7 @@ class KernelNode(Node):
     def let_go(self) -> None:
         super().let_go()
         self.args = ()
+        self.config = self.config._replace(attributes={})
 
     @property
     def device_handle(self) -> int | None:
@@ -279,7 +282,11 @@ class HostNode(Node):
 
     def __init__(self, graph: weakref.ref[Graph], handle: Any, name: str, callback: HostCallback) -> None:
         super().__init__(graph, handle, name, (callback,))
-        self.function = callback.function
+        self.function: Callable[[], Any] | None = callback.function
+
+    def let_go(self) -> None:
+        super().let_go()
+        self.function = None
 
     def said(self) -> str:
         return f"{getattr(self.function, '__qualname__', self.function)}()"
@@ -323,10 +330,14 @@ class _EventNode(Node):
 
     def __init__(self, graph: weakref.ref[Graph], handle: Any, name: str, event: Event) -> None:
         super().__init__(graph, handle, name, (event.box,))
-        self.event = event
+        self.event: Event | None = event
+
+    def let_go(self) -> None:
+        super().let_go()
+        self.event = None
 
     def said(self) -> str:
-        return f"event {self.event.name}"
+        return f"event {self.event.name}" if self.event else ""
 
 
 class EventRecordNode(_EventNode):

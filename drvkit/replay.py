@@ -180,7 +180,7 @@ class Exec(Owned):
             code = driver.raw("cuGraphExecUpdate", 3)(int(self.handle), int(graph.handle), ctypes.byref(info))
         if code:
             raise self._update_error(graph, driver.error("cuGraphExecUpdate", code), info)
-        self._take_over("", list(self._nodes.values()), graph)
+        self._take_over("", [node for node in self._nodes.values() if node.handle is not None], graph)
 
     def _take_over(self, prefix: str, nodes: Sequence[Node], graph: Graph) -> None:
         """The parameters of ``nodes``, whose paths begin with ``prefix``, are those of ``graph`` now."""
@@ -320,7 +320,8 @@ class ExecNode:
         return GraphError(f"exec of graph {self._exec_name!r}: node {self.path!r}: {why}")
 
     def _unknown(self, needs: str) -> GraphError:
-        return self._error(f"its parameters came from a graph with other names: give {needs}")
+        why = "its graph is closed, or it took parameters over from one with other names"
+        return self._error(f"its parameters are not known ({why}): give {needs}")
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.path!r} of graph {self._exec_name!r}>"
@@ -369,14 +370,16 @@ class ExecKernelNode(ExecNode):
                 put(memory, at, value)
                 if is_pointer:
                     pointers = [*(pointers or ()), (name, holder(value))]
-            code = self._apply(self._box.handle, self.node.handle, self._params)[0]  # type: ignore[union-attr]
+            handle = self.node.handle
+            if handle is None:
+                handle = self._node_handle  # tells that it was removed
+            code = self._apply(self._box.handle, handle, self._params)[0]  # type: ignore[union-attr]
         except BaseException as error:
             memory[:] = before
             self._explain(arguments, error)
             raise
         if code:
             memory[:] = before
-            self._node_handle  # noqa: B018 - tells if it was removed
             raise self._error(str(self._kernel.refusal("cuGraphExecKernelNodeSetParams", code, self._config)))
         if pointers:
             for name, thing in pointers:
@@ -428,7 +431,8 @@ class ExecKernelNode(ExecNode):
         fresh.configure_node(config)
         self._call("cuGraphExecKernelNodeSetParams", self._node_handle, fresh.node_params)
         self._use(kernel, config, fresh)
-        self._keep("image", kernel.image_box)
+        if kernel.image_box is not None:  # of a closed module, it is kept already
+            self._keep("image", kernel.image_box)
         if args is not None:
             pointers = (p.name or p.index for p in kernel.signature.parameters if p.is_pointer)
             for place, thing in zip(pointers, held, strict=True):
@@ -443,7 +447,7 @@ class _ExecOperands(ExecNode):
 
     def _take(self, node: Node | None) -> None:
         self._operands = None
-        if node is not None and node.handle is not None and isinstance(node, MemcpyNode | MemsetNode):
+        if isinstance(node, MemcpyNode | MemsetNode) and node.target is not None:  # else its graph is closed
             self._operands = getattr(node, self.names[0]), getattr(node, self.names[1])
 
     def set(self, **changes: Any) -> None:

@@ -90,12 +90,12 @@ def _integers(dtype: np.dtype[Any]) -> Callable[[Any], int]:
     limits: Any = (ml_dtypes if is_ml(dtype) else np).iinfo(dtype)
     low, high = int(limits.min), int(limits.max)
     wanted = f"{dtype.name}, an integer in [{low}, {high}]"
-    mask = (1 << 8 * dtype.itemsize) - 1 if is_ml(dtype) else -1  # the bits of a negative one
+    ml = is_ml(dtype)
 
     def integer(value: Any) -> int:
         if value.__class__ is int:
             if low <= value <= high:
-                return int(value) & mask if mask > 0 else int(value)
+                return int(np.asarray(value).astype(dtype).view(f"u{dtype.itemsize}")) if ml else int(value)
             raise Unfit(wanted, said(value))
         if isinstance(value, ctypes._SimpleCData):
             value = value.value
@@ -136,12 +136,24 @@ def _floats(dtype: np.dtype[Any]) -> Callable[[Any], Any]:
         if not ml:
             return value
         with np.errstate(all="ignore"):
-            packed = np.asarray(value).astype(dtype)
+            packed = _to_odd(value).astype(dtype)
         if np.isfinite(value) and not np.isfinite(packed.astype(np.float64)):
             raise Unfit(f"{dtype.name}, {sign}at most {float(limits.max):g} in size", said(value))
         return int(packed.view(f"u{dtype.itemsize}"))
 
     return real
+
+
+def _to_odd(value: float) -> Any:
+    """A float32 from which ml_dtypes rounds as from the value itself: cut off, with the last bit set if it is inexact.
+
+    ml_dtypes converts by way of the nearest float32, and rounding twice is not rounding once.
+    """
+    near = np.float32(value)
+    if float(near) == value or not np.isfinite(value):
+        return np.asarray(near)
+    cut = near if abs(float(near)) < abs(value) else np.nextafter(near, np.float32(0))
+    return (np.asarray(cut).view(np.uint32) | 1).view(np.float32)
 
 
 def _is_exact(value: int, dtype: np.dtype[Any]) -> bool:

@@ -53,8 +53,8 @@ def dot(graph: Graph) -> str:
 
 def _dot_lines(graph: Graph, indent: str) -> Iterator[str]:
     for node in graph.nodes:
-        label = "\\n".join(filter(None, (node.name, node.kind, node.said())))
-        yield f"{indent}{_quoted(node.path)} [label={_quoted(label)}];"
+        label = _quoted("\n".join(filter(None, (node.name, node.kind, node.said()))))
+        yield f"{indent}{_quoted(node.path)} [label={label}];"
         for name, body in node.bodies.items():
             yield f"{indent}subgraph {_quoted(f'cluster_{node.path}/{name}')} {{"
             yield f"{indent}  label={_quoted(f'{node.name}: {name}' if name else node.name)};"
@@ -69,4 +69,6 @@ def _dot_lines(graph: Graph, indent: str) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    return '"' + text.replace('"', '\\"') + '"'
+    for character, escaped in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n")):
+        text = text.replace(character, escaped)
+    return f'"{text}"'

@@ -140,6 +140,7 @@ class CType:
     @classmethod
     def parse(cls, text: str) -> CType:
         """A type as written in C++: ``"const float* __restrict__"``, ``"unsigned"``, ``"dk::Args"``."""
+        text = re.sub(r"\[\w*\]$", "*", text.strip())  # an array parameter is a pointer
         text = re.sub(
             r"\b(__restrict__|__restrict|restrict|volatile|struct|__grid_constant__|std::|cuda::std::)", " ", text
         )

@@ -6,6 +6,7 @@ import ctypes
 import pickle
 import subprocess
 import sys
+import threading
 from enum import IntEnum
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,10 @@ class CUresult(IntEnum):
 class nvrtcResult(IntEnum):  # noqa: N801 - the bindings' name
     NVRTC_SUCCESS = 0
     NVRTC_ERROR_COMPILATION = 6
+
+
+class DynamicLibNotFoundError(RuntimeError):
+    """What the bindings raise where there is no such library."""
 
 
 class FunctionNotFoundError(RuntimeError):
@@ -99,7 +104,7 @@ def test_a_missing_library() -> None:
     assert "Failed to dlopen libcuda.so.1" in told.value.meaning
     assert "\n" not in str(told.value)
     with pytest.raises(DriverError, match="NO_LIBRARY"):
-        driver(cuInit=raises(RuntimeError())).cuInit(0)
+        driver(cuInit=raises(DynamicLibNotFoundError())).cuInit(0)
 
 
 def test_a_missing_symbol() -> None:
@@ -122,17 +127,29 @@ def test_a_wrong_use_of_the_bindings_is_not_disguised() -> None:
         door.cuCall("x")
 
 
-def test_the_call_that_broke_a_capture_is_remembered() -> None:
+@pytest.mark.parametrize("error", [RuntimeError(), RuntimeError("struct has no such member"), NotImplementedError("x")])
+def test_other_errors_of_the_bindings_pass_through(error: RuntimeError) -> None:
+    with pytest.raises(RuntimeError) as told:
+        driver(cuCall=raises(error)).cuCall()
+    assert told.value is error
+
+
+def test_the_call_that_broke_a_capture_is_remembered_for_its_thread() -> None:
     door = driver(
         cuStreamSynchronize=lambda: (CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,),
         cuMemAlloc=lambda: (CUresult.CUDA_ERROR_OUT_OF_MEMORY,),
     )
-    assert door.capture_broken_by is None
+    assert door.in_capture.refused is None
     for call in (door.cuStreamSynchronize, door.cuMemAlloc):
         with pytest.raises(DriverError):
             call()
-    assert door.capture_broken_by is not None
-    assert door.capture_broken_by.call == "cuStreamSynchronize"
+    assert door.in_capture.refused is not None
+    assert door.in_capture.refused.call == "cuStreamSynchronize"
+    seen: list[Any] = [5]
+    thread = threading.Thread(target=lambda: seen.append(door.in_capture.refused))
+    thread.start()
+    thread.join()
+    assert seen == [5, None]
 
 
 def test_errors_travel_between_processes() -> None:
@@ -176,7 +193,7 @@ def test_the_compiler_has_the_same_door() -> None:
     api.nvrtcGetErrorString = lambda code: (nvrtcResult.NVRTC_SUCCESS, b"compilation")
     api.nvrtcCompileProgram = lambda *_: (nvrtcResult.NVRTC_ERROR_COMPILATION,)
     api.nvrtcVersion = lambda: (nvrtcResult.NVRTC_SUCCESS, 13, 0)
-    api.nvrtcGetCUBIN = raises(RuntimeError("libnvrtc.so.13: cannot open"))
+    api.nvrtcGetCUBIN = raises(DynamicLibNotFoundError("libnvrtc.so.13: cannot open"))
     door = Nvrtc(api)
     assert door.nvrtcVersion() == (13, 0)
     with pytest.raises(DriverError) as told:

@@ -16,6 +16,7 @@ CUDA_SRC = Path(__file__).resolve().parent.parent / "cuda_src"
 CUBINS = ("sm_80", "sm_90a", "sm_100a", "sm_120")
 
 FLOATS = ("float", "__half", "__nv_bfloat16")
+WIDE = ("float,4", "__half,8", "__nv_bfloat16,8")
 INTEGERS = ("bool", "signed char", "unsigned char", "short", "unsigned short", "int", "unsigned")
 WIDE_INTEGERS = ("long long", "unsigned long long")
 
@@ -25,10 +26,10 @@ def instances(kernel: str, *arguments: str) -> list[str]:
 
 
 INSTANCES: dict[str, list[str]] = {
-    "add": [*instances("add", *FLOATS), *instances("add_scalar", *FLOATS)],
+    "add": [*instances("add", *FLOATS, *WIDE), *instances("add_scalar", *FLOATS, *WIDE)],
     "scale": [
-        *instances("scale", *FLOATS, "float,4", "__half,8", "__nv_bfloat16,8"),
-        *instances("scale_dynamic", *FLOATS, "float,4", "__half,8", "__nv_bfloat16,8"),
+        *instances("scale", *FLOATS, *WIDE),
+        *instances("scale_dynamic", *FLOATS, *WIDE),
         *instances("scale_padded", *FLOATS, "int"),
     ],
     "set_condition": [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +29,31 @@ def run(example: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def test_there_are_examples() -> None:
     assert "demo.py" in EXAMPLES
+
+
+def planned(plan: str) -> list[str]:
+    """The names in the picture of the demo's graph: behind ``then:`` one ends at a comma, else at the first space."""
+    lines = [line.strip() for line in plan.splitlines()]
+    return [re.sub(r"\w+: +", "", line).split(",")[0] if ":" in line.split()[0] else line.split()[0] for line in lines]
+
+
+def test_the_demo_shows_the_graph_that_it_builds(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HOME / "examples"))
+    demo = importlib.import_module("demo")
+    wanted = {"scale": ["scale<float>"], "add": ["add_scalar<float>"]}
+    wanted["set_condition"] = ["set_condition_above<float>", "set_condition<bool>"]
+    modules = {source: device.module(source, names) for source, names in wanted.items()}
+    kernels = {name: modules[source].kernel(name) for source, names in wanted.items() for name in names}
+    graph = demo.Forward(device, kernels, 8).graph
+    assert planned(demo.PLAN) == [node.name for node in graph.walk()]
+    for line, node in zip(demo.PLAN.splitlines(), graph.walk(), strict=True):
+        after = [edge.source.name for edge in node.graph.edges() if edge.target is node]
+        assert line.endswith(f" after {', '.join(after)}") if after else " after " not in line
+        if node.kind == "kernel":
+            assert f"{node.kernel.name}:" in line
+    graph.close()
+    for module in modules.values():
+        module.close()
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

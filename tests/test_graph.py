@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,6 +184,38 @@ def test_memory_operations(device: dk.Device, graph: dk.Graph, stream: dk.Stream
     assert large.numpy().tolist() == [2**63, 2**40]
 
 
+WAITS = {  # compare, value: what does not satisfy it (and would satisfy "geq" but for the first), what does
+    "geq": (4, 3, 5),
+    "eq": (4, 5, 4),
+    "and": (3, 4, 1),
+    "nor": (-2, -1, 0),
+}
+
+
+@pytest.mark.parametrize("compare", WAITS)
+def test_a_wait_compares_as_it_says(device: dk.Device, graph: dk.Graph, stream: dk.Stream, compare: str) -> None:
+    value, before, after = WAITS[compare]
+    word, x = device.pinned(1, np.int32), ints(device, 0)
+    word.host[0] = before
+    waits = graph.mem_ops([dk.WaitValue(word, value, compare)])
+    graph.memset(x, 1, after=waits)
+    with graph.instantiate() as exe:
+        exe.launch(stream)
+        time.sleep(0.05)
+        waited = not stream.done
+        for satisfies in (after, value, 0, 1, -1):  # the others only so that a wrong wait ends, too
+            word.host[0] = satisfies
+            deadline = time.monotonic() + 5
+            while not stream.done and time.monotonic() < deadline:
+                time.sleep(0.001)
+            if stream.done:
+                break
+        stream.synchronize()
+    assert waited
+    assert satisfies == after
+    assert x.numpy().tolist() == [1]
+
+
 def test_nodes_are_listed_by_name_and_kind(device: dk.Device, module: dk.Module, graph: dk.Graph) -> None:
     x = device.array(X)
     empty = graph.empty(name="start")
@@ -259,6 +292,121 @@ def test_a_removed_node_is_gone_with_its_edges(
     replay(graph, stream)
     assert logged(order) == [1, 3]
     append(graph, module, order, 4, name="b")
+
+
+def test_a_removed_node_stays_removed_when_its_name_is_used_again(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream
+) -> None:
+    order = log(device)
+    old = append(graph, module, order, 1, name="b")
+    graph.remove(old)
+    new = append(graph, module, order, 2, name="b")
+    for add in (lambda: append(graph, module, order, 3, after=old), lambda: graph.empty(after=[new, old])):
+        with pytest.raises(dk.GraphError, match="graph 'tested': node 'b' was removed"):
+            add()
+    for act in (
+        lambda: graph.add_edge(old, new),
+        lambda: graph.remove(old),
+        lambda: old.path,
+        lambda: old.parameters,
+        lambda: old.dependents,
+        lambda: graph.capture(stream, after=old).__enter__(),
+    ):
+        with pytest.raises((dk.GraphError, dk.ClosedError), match=r"'b' was removed|no node of it"):
+            act()
+    assert "'b'" in repr(old)
+    assert graph.nodes == (new,)
+    assert new.dependents == []
+
+
+def test_a_removed_conditional_node_closes_its_body_and_frees_its_condition(
+    device: dk.Device, graph: dk.Graph, stream: dk.Stream
+) -> None:
+    x, y = ints(device, 0), ints(device, 0)
+    condition = graph.condition(default=1, name="flag")
+    body = graph.if_(condition, name="branch")
+    inner = body.if_(body.condition(default=1), name="inner")
+    inner.memset(x, 1, name="fill")
+    graph.remove(graph["branch"])
+    for gone in (body, inner):
+        assert gone.closed
+        with pytest.raises((dk.ClosedError, dk.GraphError)):
+            gone.memset(x, 2)
+    assert len(graph) == 0
+    assert "branch/then/inner/then/fill" not in graph
+    graph.if_(condition, name="branch").memset(y, 3, name="fill")
+    replay(graph, stream)
+    assert (x.numpy().tolist(), y.numpy().tolist()) == ([0], [3])
+
+
+def test_an_alloc_node_is_removed_with_its_buffer_or_not_at_all(
+    device: dk.Device, graph: dk.Graph, stream: dk.Stream
+) -> None:
+    alloc = graph.alloc(4, np.int32, name="scratch")
+    try:
+        graph.remove(alloc)
+    except (dk.DriverError, dk.GraphError):  # drivers keep the nodes of graphs that allocate
+        assert not alloc.buffer.closed
+        assert graph["scratch"] is alloc
+    else:
+        assert alloc.buffer.closed
+        assert len(graph) == 0
+
+
+def test_the_memory_of_a_graph_is_closed_with_it(device: dk.Device, stream: dk.Stream) -> None:
+    y = ints(device, 0, 0)
+    graph = dk.Graph(device, "allocating")
+    alloc = graph.alloc(2, np.int32)
+    window = alloc.buffer[1:]
+    graph.free(alloc, after=graph.memcpy(y, alloc.buffer, after=graph.memset(alloc.buffer, 3, after=alloc)))
+    exe = graph.instantiate()
+    graph.close()
+    assert alloc.buffer.closed
+    assert window.closed
+    with pytest.raises(dk.ClosedError):
+        alloc.buffer.address  # noqa: B018 - the look-up is what fails
+    exe.launch(stream)
+    stream.synchronize()
+    exe.close()
+    assert y.numpy().tolist() == [3, 3], "execs go on"
+
+
+def test_what_depends_on_what_inside_of_bodies_and_children(device: dk.Device, graph: dk.Graph) -> None:
+    x = ints(device, 0)
+    body = graph.if_(graph.condition(default=1), name="branch")
+    a = body.memset(x, 1, name="a")
+    b = body.empty(after=a, name="b")
+    with dk.Graph(device, "inner") as inner:
+        inner.empty(name="last", after=inner.empty(name="first"))
+        kid = graph.child(inner, after=body.node, name="kid")
+    assert (a.dependencies, a.dependents) == ([], [b])
+    assert (b.dependencies, b.dependents) == ([a], [])
+    assert (kid.dependencies, kid.dependents) == ([graph["branch"]], [])
+    assert graph["branch"].dependents == [kid]
+    assert graph["kid/last"].dependencies == [graph["kid/first"]]
+    late = graph.empty(after=kid)
+    assert kid.dependents == [late]
+    graph.remove(late)
+    assert kid.dependents == []
+
+
+@pytest.mark.parametrize(
+    "make", [list, iter, lambda args: (arg for arg in args)], ids=["list", "iterator", "generator"]
+)
+def test_arguments_in_a_list_or_from_a_generator(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream, make: Any
+) -> None:
+    x, y, z = device.array(X), device.zeros(N, np.float32), device.zeros(N, np.float32)
+    scale = module.kernel("scale")
+    args = [x, y, N, 2.0]
+    node = graph.kernel(scale, grid=4, block=256, args=make(args), name="scale")
+    args[1] = None
+    assert node.parameters["args"] == {"x": x.address, "y": y.address, "n": N, "alpha": 2.0}
+    assert node.args == (x, y, N, 2.0)
+    scale.launch(stream, grid=4, block=256, args=make([x, z, N, 3.0]))
+    replay(graph, stream)
+    np.testing.assert_array_equal(y.numpy(), X * 2)
+    np.testing.assert_array_equal(z.numpy(), X * 3)
 
 
 def test_a_programmatic_edge_starts_early_and_still_sees_the_result(
@@ -378,6 +526,24 @@ def test_a_child_with_conditional_nodes_is_refused_and_stays_as_it_was(
     assert x.numpy().tolist() == [1]
 
 
+def test_a_child_cannot_wait_for_a_port_and_is_not_moved_then(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream
+) -> None:
+    x = ints(device, 0)
+    first = append(graph, module, log(device), 1, name="first")
+    inner = dk.Graph(device, "inner")
+    inner.memset(x, 1, name="fill")
+    for move in (True, False):
+        with pytest.raises(dk.GraphError, match="port 'programmatic' of 'first' is for edges to kernel nodes"):
+            graph.child(inner, move=move, after=first.port("programmatic"))
+    assert (inner.node, inner.root, len(graph)) == (None, inner, 1)
+    replay(inner, stream)
+    assert x.numpy().tolist() == [1]
+    graph.child(inner, move=True, after=first.port("full"), name="kid")
+    assert inner.root is graph
+    assert graph.edges() == [dk.Edge(first, graph["kid"])]
+
+
 def test_a_moved_child_may_allocate(device: dk.Device, graph: dk.Graph, stream: dk.Stream) -> None:
     x = ints(device, 0)
     inner = dk.Graph(device, "inner")
@@ -477,6 +643,43 @@ def test_a_default_holds_at_every_launch(
     append(body, module, order, 1, after=count)
     replay(graph, stream, launches=3)
     assert logged(order) == [1] * 5, "three turns, then one for each launch"
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_while_any_is_above(device: dk.Device, graph: dk.Graph, stream: dk.Stream, dtype: Any) -> None:
+    x = device.array(np.array([3, 9, 0, -20], dtype))
+    condition = graph.condition(name="above")
+    first = graph.set_condition_above(condition, x, 4, name="test")
+    body = graph.while_(condition, after=first, name="loop")
+    filled = body.memset(x[1:2], 4, name="fill")
+    body.set_condition_above(condition, x, 4, after=filled, name="test")
+    replay(graph, stream)
+    assert x.numpy().tolist() == [3, 4, 0, -20]
+
+
+@pytest.mark.parametrize("turns", [1, 5])
+def test_while_the_count_is_below(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream, turns: int
+) -> None:
+    order, counter = log(device), ints(device, 0)
+    condition = graph.condition(default=1)
+    zero = graph.memset(counter, 0)
+    body = graph.while_(condition, after=zero, name="loop")
+    body.set_condition_below_count(condition, counter, turns, after=append(body, module, order, 7), name="count")
+    replay(graph, stream, launches=2)
+    assert logged(order) == [7] * (2 * turns)
+    assert counter.numpy().tolist() == [turns]
+
+
+@pytest.mark.parametrize("flag", [2**40, -1, 1, 0], ids=str)
+def test_a_flag_of_64_bits(device: dk.Device, graph: dk.Graph, stream: dk.Stream, flag: int) -> None:
+    x, condition = ints(device, 0), graph.condition(default=7)
+    told = graph.set_condition(condition, device.array(np.array([flag], np.int64)))
+    yes, no = graph.if_else(condition, after=told)
+    yes.memset(x, 1)
+    no.memset(x, 2)
+    replay(graph, stream)
+    assert x.numpy().tolist() == [1 if flag else 2]
 
 
 def test_conditional_nodes_nest(device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream) -> None:
@@ -628,6 +831,28 @@ def test_captured_work_becomes_nodes(device: dk.Device, module: dk.Module, graph
     np.testing.assert_array_equal(z.numpy(), [1.0] * 10 + [7.0] * (N - 10))
 
 
+def test_captured_nodes_list_their_parameters(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream
+) -> None:
+    x, y, z = device.array(X), device.zeros(N, np.float32), device.zeros((4, 6), np.int32)
+    with graph.capture(stream, name="work"):
+        module.kernel("scale").launch(stream, grid=4, block=256, args=(x, y, N, 1.5))
+        y.copy_from(x, stream)
+        z[1:3, 2:5].fill(9, stream)
+    kernel, copy, fill = graph.nodes
+    said = kernel.parameters
+    assert (said["grid"], said["block"], said["shared_mem_bytes"]) == ((4, 1, 1), (256, 1, 1), 0)
+    assert "scale" in said["kernel"]
+    assert list(said["args"].values()) == [x.address, y.address, N, 1.5]
+    said = copy.parameters
+    assert (said["target"], said["source"], said["width_bytes"]) == (y.address, x.address, 4 * N)
+    said = fill.parameters
+    assert (said["address"], said["value"], said["width"], said["height"]) == (z.address + 32, 9, 3, 2)
+    assert [node.dependencies for node in graph.nodes] == [[], [kernel], [copy]]
+    for node in graph.nodes:
+        assert node.name in str(graph)
+
+
 def test_a_capture_takes_in_the_streams_that_join(
     device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream
 ) -> None:
@@ -744,3 +969,18 @@ def test_a_graph_as_dot(pictured: dk.Graph) -> None:
     assert dot.count("subgraph") == 4
     assert '"double" -> "early" [style=dashed, label="programmatic"];' in dot
     assert '"double" -> "the \\"branch\\"";' in dot
+
+
+@pytest.mark.parametrize("name", ["ends in \\", 'a "quoted" \\" one', r"\n", '"', "{", r"\\"])
+def test_any_name_is_quoted_in_dot(device: dk.Device, name: str) -> None:
+    with dk.Graph(device, name) as graph:
+        body = graph.if_(graph.condition(default=1), name=name)
+        body.empty(name=name)
+        graph.empty(after=body.node, name="last")
+        dot = graph.dot()
+    bare = re.sub(r'"(?:[^"\\]|\\.)*"', '""', dot)
+    assert bare.replace('""', "").count('"') == 0
+    assert bare.count("{") == bare.count("}") == 2
+    quoted = '"{}"'.format(name.replace("\\", "\\\\").replace('"', '\\"'))
+    assert f"digraph {quoted} {{" in dot
+    assert f'{quoted} -> "last";' in dot

@@ -323,8 +323,10 @@ def test_a_view_of_pinned_memory_outlives_its_buffer(device: dk.Device) -> None:
 def test_what_others_see_of_a_buffer_keeps_it(device: dk.Device) -> None:
     before = kinds()
     capsule = device.array(X).__dlpack__()
-    assert kinds() == before + Counter(buffer=1)
+    other = device.empty(1, np.int32)
+    assert kinds() == before + Counter(buffer=2)
     del capsule
+    other.close()  # looks for what nobody took
     assert kinds() == before
 
 
@@ -557,6 +559,111 @@ def test_what_is_made_and_dropped_during_a_capture(device: dk.Device, stream: dk
     assert y.numpy().tolist() == [2] * 4
     del graph, exe
     assert kinds() == there
+
+
+@each_end
+def test_what_a_host_node_drops_is_released_later_by_another_thread(
+    device: dk.Device, stream: dk.Stream, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    threads: list[int] = []
+    free = device.driver.cuMemFree
+
+    def watched(*args: Any) -> None:
+        threads.append(threading.get_ident())
+        free(*args)
+
+    monkeypatch.setattr(device.driver, "cuMemFree", watched)
+    there = kinds()
+    things: list[Any] = [device.array(X), device.array(X), device.event(), dk.Graph(device, "dropped")]
+    seen: list[int] = []
+
+    def drop() -> None:
+        while things:
+            let_go(things.pop(), how)
+        gc.collect()
+        seen.append(len(threads))
+
+    with dk.Graph(device, "dropping") as graph:
+        graph.host(drop)
+        with graph.instantiate() as exe:
+            exe.launch(stream)
+            stream.synchronize()
+            assert kinds() == there + Counter(graph=1, exec=1)
+    assert not things
+    assert seen == [0], "on a thread of the driver nothing is released"
+    assert threads == [threading.get_ident()] * 2
+
+
+@pytest.fixture
+def released(device: dk.Device, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The driver's calls that release something, in their order, of what is made from now on."""
+    calls: list[str] = []
+
+    def watch(name: str) -> None:
+        call = getattr(device.driver, name)
+
+        def watched(*args: Any) -> None:
+            calls.append(name)
+            call(*args)
+
+        monkeypatch.setattr(device.driver, name, watched)
+
+    for name in ("cuGraphExecDestroy", "cuGraphDestroy", "cuMemPoolDestroy", "cuStreamDestroy"):
+        watch(name)
+    for name in ("cuMemFreeAsync", "cuMemFree"):  # before and after the stream is gone
+        watch(name)
+    return calls
+
+
+@pytest.mark.parametrize("by", ["reference", "collector"])
+def test_what_waits_for_the_end_of_a_capture_is_released_children_first(
+    device: dk.Device, stream: dk.Stream, released: list[str], by: str
+) -> None:
+    y, there = device.zeros(4, np.int32), kinds()
+    graph, own, pool = dk.Graph(device, "dropped"), device.stream(), device.pool()
+    graph.memset(y, 1)
+    exe, memory = graph.instantiate(), pool.empty(4, np.int32, own)
+    own.synchronize()
+    with dk.Graph(device, "capturing") as capturing:
+        with capturing.capture(stream):
+            y.fill(1, stream)
+            cycle: list[Any] = [pool, own, memory, graph, exe]
+            if by == "collector":
+                cycle.append(cycle)
+            del pool, own, memory, graph, exe, cycle
+            gc.collect()
+            assert released == []
+        assert kinds() == there + Counter(graph=1)
+    order = {name: released.index(name) for name in released}
+    assert len(order) == 5
+    if by == "reference":  # the collector takes those apart in any order, which the driver allows
+        assert order["cuGraphExecDestroy"] < order["cuGraphDestroy"]
+    if "cuMemFree" in order:
+        assert order["cuStreamDestroy"] < order["cuMemFree"]
+    else:
+        assert order["cuMemFreeAsync"] < order["cuStreamDestroy"]
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_dropping_a_stream_with_pending_memory_of_a_pool(
+    device: dk.Device, module: dk.Module, released: list[str], settled: bool
+) -> None:
+    y, there = device.zeros(N, np.float32), kinds()
+    stream, pool = device.stream(), device.pool()
+    x = pool.empty(N, np.float32, stream)
+    hold(module, stream)
+    x.fill(3.0, stream)
+    y.copy_from(x, stream)
+    if settled:
+        stream.settle()
+    del x, pool, stream
+    assert kinds() == there
+    assert len(released) == 3
+    if "cuMemFree" in released:
+        assert released.index("cuStreamDestroy") < released.index("cuMemFree")
+    else:
+        assert released.index("cuMemFreeAsync") < released.index("cuStreamDestroy")
+    np.testing.assert_array_equal(y.numpy(), np.full(N, 3))
 
 
 # ---- errors of host nodes ------------------------------------------------------------------------------------------

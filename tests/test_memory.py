@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import drvkit as dk
+from drvkit import dlpack
 
 if TYPE_CHECKING:
     from conftest import Arrays
@@ -218,6 +219,40 @@ def test_a_copy_of_strides_touches_nothing_else(
     same(target if ends[1] == "host" else target.numpy(), target_host)
 
 
+@pytest.mark.parametrize("way", ["copy_from", "queued", "memcpy"])
+def test_a_broadcast_source_is_refused(
+    device: dk.Device, graph: dk.Graph, stream: dk.Stream, rng: np.random.Generator, way: str
+) -> None:
+    target = device.array(some(rng, (4, 6), np.int32))
+    before = target.numpy()
+    act: Callable[[Any], Any] = {
+        "copy_from": target.copy_from,
+        "queued": lambda source: target.copy_from(source, stream),
+        "memcpy": lambda source: graph.memcpy(target, source),
+    }[way]
+    for source in (np.broadcast_to(np.int32(7), (4, 6)), np.broadcast_to(np.arange(6, dtype=np.int32), (4, 6))):
+        with pytest.raises(ValueError, match=r"copy source: strides .* repeat elements \(broadcast\)"):
+            act(source)
+    stream.synchronize()
+    same(target.numpy(), before)
+    assert len(graph) == 0
+
+
+@pytest.mark.parametrize("way", ["copy_from", "copy_to", "memcpy"])
+def test_a_copy_onto_itself_is_refused(device: dk.Device, graph: dk.Graph, way: str) -> None:
+    x = device.array(np.arange(10, dtype=np.int32))
+    act: Callable[[dk.Buffer, dk.Buffer], Any] = {
+        "copy_from": lambda to, from_: to.copy_from(from_),
+        "copy_to": lambda to, from_: from_.copy_to(to),
+        "memcpy": graph.memcpy,
+    }[way]
+    for to, from_ in ((x[:6], x[3:9]), (x[4:], x[:6]), (x, x), (x[:2], x[1:3])):
+        with pytest.raises(ValueError, match="overlaps"):
+            act(to, from_)
+    x[:5].copy_from(x[5:])  # side by side is fine
+    assert x.numpy().tolist() == [5, 6, 7, 8, 9] * 2
+
+
 # ---- fills ---------------------------------------------------------------------------------------------------------
 
 FILLS: list[tuple[str, Any]] = [
@@ -253,6 +288,68 @@ def test_a_fill(device: dk.Device, stream: dk.Stream, name: str, value: Any, que
     same(buffer.numpy(), host)
 
 
+UNFIT: list[tuple[str, Any, str]] = [
+    *(("f4", value, "wanted float32, a number") for value in (None, "1.5", 1j, True, [1.0], np.zeros(1))),
+    *(("i4", value, "wanted int32, an integer in") for value in (None, "1", 0.5, 1.0, True, 2**31)),
+    *(("?", value, "wanted bool") for value in (None, 1, 2**70, 0.0, "yes")),
+    *(("i8", value, "wanted int64") for value in (2**70, -(2**70))),
+    ("u4", -1, "wanted uint32"),
+    ("f4", 1e40, "wanted a value of float32"),
+    ("f2", 1e6, "wanted a value of float16"),
+    ("f4", 2**24 + 1, "which cannot hold this integer exactly"),
+    ("c8", "1", "wanted a value of complex64"),
+    ("c8", 1j, "no period"),
+    ("V3", 0, "wanted a value of"),
+    ("int4", 8, r"wanted int4, an integer in \[-8, 7\]"),
+    ("int4", -9, r"wanted int4, an integer in \[-8, 7\]"),
+    ("float8_e4m3fn", 1000.0, "at most 448 in size"),
+    ("float8_e5m2", -1e6, "at most 57344 in size"),
+    ("float4_e2m1fn", 100, "float4_e2m1fn"),
+    *(("float8_e8m0fnu", value, "float8_e8m0fnu, positive") for value in (-1.0, 0.0, 1e39)),
+    ("bfloat16", 1e39, "wanted bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "said"), UNFIT, ids=str)
+def test_a_fill_takes_what_is_exactly_a_value(
+    device: dk.Device, graph: dk.Graph, stream: dk.Stream, name: str, value: Any, said: str
+) -> None:
+    buffer = device.zeros(8, dtype_of(name))
+    for queue in (None, stream):
+        with pytest.raises(ValueError, match=f"^fill: .*{said}"):
+            buffer.fill(value, queue)
+    with pytest.raises(ValueError, match=f"memset node 'fill': fill: .*{said}"):
+        graph.memset(buffer, value, name="fill")
+    assert not any(buffer.numpy().tobytes())
+    assert len(graph) == 0
+
+
+@pytest.mark.parametrize("index", [np.s_[::-1], np.s_[:, ::-1], np.s_[::-2, 1:3]], ids=str)
+def test_a_fill_backwards_is_refused(device: dk.Device, index: Any) -> None:
+    buffer = device.zeros((4, 6), np.int32)
+    with pytest.raises(ValueError, match="are no 2-D rows"):
+        buffer[index].fill(1)
+    assert not buffer.numpy().any()
+
+
+def test_a_fill_of_int4(device: dk.Device) -> None:
+    for value in (-8, -1, 0, 7):
+        got = device.zeros(5, ml_dtypes.int4).fill(value).numpy()
+        assert (got.dtype, got.astype(int).tolist()) == (ml_dtypes.int4, [value] * 5)
+
+
+@pytest.mark.parametrize("index", [np.s_[:0], np.s_[:, 3:3], np.s_[1:1, ::2]], ids=str)
+def test_a_fill_of_nothing_does_nothing(device: dk.Device, stream: dk.Stream, index: Any) -> None:
+    buffer = device.zeros((4, 6), np.int32)
+    for queue in (None, stream):
+        part = buffer[index]
+        assert part.fill(7, queue) is part
+        with pytest.raises(ValueError, match="fill: wanted int32"):
+            part.fill(None, queue)
+    stream.synchronize()
+    assert not buffer.numpy().any()
+
+
 def test_filling_bytes(device: dk.Device, stream: dk.Stream) -> None:
     buffer = device.zeros(5, RECORD)
     buffer.fill_bytes(0xAB)
@@ -266,6 +363,40 @@ def test_filling_bytes(device: dk.Device, stream: dk.Stream) -> None:
         171,
         171,
     ]
+
+
+# ---- what a Buffer is not ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("act", [np.asarray, np.array, lambda buffer: np.add(buffer, 1)])
+def test_a_buffer_does_not_become_a_numpy_array_by_itself(device: dk.Device, act: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=r"use \.numpy\(\)"):
+        act(device.zeros(4, np.float32))
+
+
+def test_a_buffer_is_neither_true_nor_a_sequence(device: dk.Device) -> None:
+    buffer = device.zeros(4, np.float32)
+    with pytest.raises(TypeError, match="no truth value"):
+        bool(buffer)
+    with pytest.raises(TypeError):
+        iter(buffer)
+
+
+def test_reshape_takes_integers_or_one_tuple_of_them(device: dk.Device) -> None:
+    buffer = device.array(np.arange(12, dtype=np.int32))
+    assert buffer.reshape((3, 4)).shape == buffer.reshape(3, 4).shape == buffer.reshape((3, -1)).shape == (3, 4)
+    extents: Any = (np.int64(2), 6)
+    assert buffer.reshape(extents).shape == (2, 6)
+    for wrong in ((3.0, 4), (12.0,), (True, 12), (np.True_, 12), ("12",), ([3, 4],)):
+        for extents in (wrong, (wrong,)):
+            with pytest.raises(TypeError, match="reshape: wanted integers"):
+                buffer.reshape(*extents)
+
+
+def test_a_masked_array_is_refused(device: dk.Device) -> None:
+    masked = np.ma.masked_array(np.arange(4, dtype=np.float32), [False, True, False, False])
+    with pytest.raises(TypeError, match="masked array"):
+        device.array(masked)
 
 
 # ---- pinned memory and pools ---------------------------------------------------------------------------------------
@@ -345,6 +476,67 @@ def test_dlpack_of_pinned_memory_is_read_by_numpy(device: dk.Device) -> None:
     assert len(dk.live()) == before
     del seen
     assert len(dk.live()) == before - 1
+
+
+def test_what_numpy_saw_of_pinned_memory_stays_after_close(device: dk.Device) -> None:
+    pinned = device.pinned(1000, np.int32)
+    pinned.host[:] = np.arange(1000)
+    seen = np.from_dlpack(pinned)
+    pinned.close()
+    del pinned
+    poison = [device.pinned(1000, np.int32) for _ in range(8)]
+    for buffer in poison:
+        buffer.host[:] = -1
+    same(seen, np.arange(1000, dtype=np.int32))
+    del poison, buffer
+
+
+def test_dlpack_of_device_memory_is_refused_by_numpy_and_leaves_nothing(device: dk.Device) -> None:
+    before = len(dk.live())
+    buffer = device.zeros(4, np.float32)
+    for _ in range(3):
+        with pytest.raises((RuntimeError, ValueError, BufferError, TypeError)) as told:
+            np.from_dlpack(buffer)
+        assert not isinstance(told.value, SystemError)
+    assert len(dk.live()) == before + 1
+    del told
+    buffer.close()
+    assert len(dk.live()) == before
+
+
+def test_a_dlpack_capsule_that_nobody_takes_keeps_memory_only_as_long_as_it_is_there(device: dk.Device) -> None:
+    before, other = len(dk.live()), device.zeros(1, np.int32)
+    capsule = device.zeros(4, np.float32).__dlpack__()
+    other[:1].__dlpack__()  # looks for what was dropped
+    assert len(dk.live()) == before + 2
+    del capsule
+    other.close()
+    assert len(dk.live()) == before
+
+
+class WithOffset:
+    """A producer whose elements begin some bytes behind the address that it names."""
+
+    def __init__(self, buffer: dk.Buffer, skip: int) -> None:
+        self.buffer, self.skip = buffer, skip
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.buffer.__dlpack_device__()
+
+    def __dlpack__(self, **how: Any) -> Any:
+        capsule = self.buffer[: -self.skip].__dlpack__(**how)
+        tensor = dlpack._Managed.from_address(dlpack._pointer(capsule, b"dltensor")).tensor
+        tensor.byte_offset = self.skip * self.buffer.dtype.itemsize
+        return capsule
+
+
+def test_the_offset_of_a_producer_counts(device: dk.Device) -> None:
+    whole = device.array(np.arange(10, dtype=np.int32))
+    foreign = WithOffset(whole, 4)
+    assert device.zeros(6, np.int32).copy_from(foreign).numpy().tolist() == [4, 5, 6, 7, 8, 9]
+    device.array(np.full(6, -1, np.int32)).copy_to(foreign)
+    assert whole.numpy().tolist() == [0, 1, 2, 3, -1, -1, -1, -1, -1, -1]
+    whole.close()
 
 
 @pytest.mark.parametrize("dtype", ["?", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compare import assert_equal_bits
-from kernels import OUT, TRIPLE, ints, scaled
+from kernels import OUT, SOURCE, TRIPLE, ints, scaled
 
 import drvkit as dk
 
@@ -323,6 +324,86 @@ def test_an_update_that_is_refused_changes_nothing(device: dk.Device, stream: dk
     assert [b.numpy().tolist() for b in (x, y, z)] == [[1], [1], [0]]
 
 
+def test_an_update_by_a_graph_with_other_names(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream
+) -> None:
+    """Its parameters are taken over, but whose they are is not known: what is changed must be given whole."""
+    x, y, z = device.array(X), device.zeros(N, np.float32), device.zeros(N, np.float32)
+    u, v, w = ints(device, 0), ints(device, 0), ints(device, 5)
+
+    def fill(graph: dk.Graph, names: str, to: dk.Buffer, alpha: float, a: dk.Buffer, b: dk.Buffer) -> None:
+        first, second, third = names.split()
+        last = scaled(graph, module, x, to, alpha, name=first)
+        graph.memcpy(b, a, name=third, after=graph.memset(a, int(alpha), name=second, after=last))
+
+    fill(graph, "scale fill copy", y, 2.0, u, v)
+    exe = graph.instantiate()
+    known = exe["scale"]
+    with dk.Graph(device, "other") as other:
+        fill(other, "a b c", z, 3.0, v, u)
+        exe.update(other)
+    run(exe, stream)
+    np.testing.assert_array_equal(z.numpy(), X * 3)
+    assert (u.numpy().tolist(), v.numpy().tolist()) == ([3], [3])
+    assert not y.numpy().any()
+    for node in (known, exe["scale"]):
+        with pytest.raises(dk.GraphError, match=r"'scale': its parameters came .* give kernel, grid, block and args"):
+            node.set(alpha=4.0)
+        with pytest.raises(dk.GraphError, match="give kernel, grid, block and args"):
+            node.configure(grid=4)
+    with pytest.raises(dk.GraphError, match=r"'fill': its parameters came .* give target and value"):
+        exe["fill"].set(value=4)
+    with pytest.raises(dk.GraphError, match=r"'copy': its parameters came .* give target and source"):
+        exe["copy"].set(source=w)
+    exe["scale"].configure(kernel=module.kernel("scale"), grid=4, block=256, args=(x, y, N, 4.0))
+    exe["scale"].set(alpha=5.0)
+    exe["fill"].set(target=u, value=6)
+    exe["fill"].set(value=7)
+    exe["copy"].set(target=v, source=w)
+    run(exe, stream)
+    np.testing.assert_array_equal(y.numpy(), X * 5)
+    assert (u.numpy().tolist(), v.numpy().tolist()) == ([7], [5])
+
+
+def test_an_update_by_a_graph_with_its_names_in_another_order(device: dk.Device, stream: dk.Stream) -> None:
+    x, y, u, v = (ints(device, 0) for _ in range(4))
+    with dk.Graph(device, "old") as old, dk.Graph(device, "new") as new:
+        old.memset(x, 1, name="a")
+        old.memset(y, 2, name="b")
+        new.memset(v, 4, name="b")
+        new.memset(u, 3, name="a")
+        with old.instantiate() as exe:
+            exe.update(new)
+            run(exe, stream)
+            assert [b.numpy().tolist() for b in (x, y, u, v)] == [[0], [0], [3], [4]]
+            for name in "ab":
+                with pytest.raises(dk.GraphError, match="give target and value"):
+                    exe[name].set(value=5)
+            exe["a"].set(target=x, value=5)
+            exe["b"].set(target=y, value=6)
+            run(exe, stream)
+            assert [b.numpy().tolist() for b in (x, y, u, v)] == [[5], [6], [3], [4]]
+
+
+def test_an_argument_inside_of_a_child_that_was_updated(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream
+) -> None:
+    x, y, z = device.array(X), device.zeros(N, np.float32), device.zeros(N, np.float32)
+    u, v = ints(device, 0), ints(device, 0)
+    with dk.Graph(device, "a") as a, dk.Graph(device, "b") as b:
+        a.memset(u, 1, name="fill", after=scaled(a, module, x, y, 2.0, name="scale"))
+        b.memset(v, 2, name="fill", after=scaled(b, module, x, z, 3.0, name="scale"))
+        graph.child(a, name="kid")
+        exe = graph.instantiate()
+        exe["kid"].set(graph=b)
+        exe["kid/scale"].set(alpha=4.0)
+        exe["kid/fill"].set(value=5)
+        run(exe, stream)
+    np.testing.assert_array_equal(z.numpy(), X * 4)
+    assert not y.numpy().any()
+    assert (u.numpy().tolist(), v.numpy().tolist()) == ([0], [5])
+
+
 # ---- a change that fails -------------------------------------------------------------------------------------------
 
 
@@ -387,6 +468,264 @@ def test_a_right_change_after_a_wrong_one(
     exe["scale"].set(alpha=3.0)
     run(exe, stream)
     np.testing.assert_array_equal(y.numpy(), X * 3)
+
+
+class Broken:
+    """Another library's array whose protocol fails."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        raise self.error("broken")
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyError, TypeError, MemoryError])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("scale", {"alpha": 3.0, "y": ...}), ("fill", {"value": 2, "target": ...}), ("copy", {"source": ...})],
+)
+def test_a_change_by_a_broken_array_leaves_everything_as_it_was(
+    device: dk.Device,
+    module: dk.Module,
+    stream: dk.Stream,
+    name: str,
+    change: dict[str, Any],
+    error: type[Exception],
+) -> None:
+    world = World(device, module)
+    with pytest.raises(error, match="broken"):
+        world.exe[name].set(**{key: Broken(error) if value is ... else value for key, value in change.items()})
+    world.check(stream)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"alpha": 3.0, "n": "all"}, {"y": ..., "alpha": None}, {"n": 1, "beta": 1.0}, {"n": 1, "x": Broken(KeyError)}],
+)
+def test_a_prepared_launch_is_changed_as_a_whole_or_not_at_all(
+    device: dk.Device, module: dk.Module, stream: dk.Stream, change: dict[str, Any]
+) -> None:
+    x, y, z = device.array(X), device.zeros(N, np.float32), device.zeros(N, np.float32)
+    ready = module.kernel("scale").prepare(stream, grid=4, block=256, args=(x, y, N, 2.0))
+    before = bytes(ready._arguments.memory)
+    with pytest.raises((dk.ArgumentError, KeyError)):
+        ready.set(**{key: z if value is ... else value for key, value in change.items()})
+    assert bytes(ready._arguments.memory) == before
+    ready()
+    stream.synchronize()
+    np.testing.assert_array_equal(y.numpy(), X * 2)
+    assert not z.numpy().any()
+
+
+def test_a_node_that_was_removed_cannot_be_changed_in_an_exec(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream
+) -> None:
+    x, y, z = device.array(X), device.zeros(N, np.float32), ints(device, 0)
+    nodes = [scaled(graph, module, x, y, 2.0, name="scale"), graph.memset(z, 1, name="fill")]
+    exe = graph.instantiate()
+    found = exe["scale"], exe["fill"]
+    for node in nodes:
+        graph.remove(node)
+    changes: list[dict[str, Any]] = [{"alpha": 3.0}, {"value": 2}]
+    for node, change in zip(found, changes, strict=True):
+        with pytest.raises(dk.GraphError, match=r"exec of graph 'tested': .*it was removed from its graph"):
+            node.set(**change)
+        with pytest.raises(dk.GraphError, match=r"exec of graph 'tested': .*it was removed from its graph"):
+            node.disable()
+    with pytest.raises(dk.GraphError, match="removed"):
+        found[0].configure(grid=1)
+    graph.memset(z, 5, name="fill")  # another node of that name is not the one of the exec
+    with pytest.raises(dk.GraphError):
+        exe["fill"].set(value=6)
+    run(exe, stream)
+    assert z.numpy().tolist() == [1]
+    np.testing.assert_array_equal(y.numpy(), X * 2)
+
+
+# ---- what an exec keeps --------------------------------------------------------------------------------------------
+
+
+def poison(device: dk.Device) -> list[dk.Buffer]:
+    """Takes what memory is free, and writes nonsense there."""
+    gc.collect()
+    return [device.array(np.full(N, -7, np.float32)) for _ in range(16)]
+
+
+def kinds() -> Counter[str]:
+    """How many driver objects of each kind there are."""
+    gc.collect()
+    return Counter(thing.kind for thing in dk.live())
+
+
+def test_replaced_buffers_are_kept_in_flight_and_let_go_afterwards(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream
+) -> None:
+    swaps = 200
+    inputs: list[Any] = [device.array(np.full(4, i, np.float32)) for i in range(swaps)]
+    y = device.zeros((swaps, 4), np.float32)
+    spun = graph.kernel(module.kernel("spin"), grid=1, block=1, args=(0,), name="spin")
+    graph.kernel(module.kernel("scale"), grid=1, block=32, args=(inputs[0], y[0], 4, 2.0), name="scale", after=spun)
+    exe = graph.instantiate()
+    before = kinds()["buffer"]
+    module.kernel("spin").launch(stream, grid=1, block=1, args=(100,))
+    for i in range(swaps):
+        exe["scale"].set(x=inputs[i], y=y[i])
+        exe.launch(stream)
+        inputs[i] = None
+    assert kinds()["buffer"] == before, "they may be in use"
+    stream.synchronize()
+    assert kinds()["buffer"] <= before - swaps + 3
+    np.testing.assert_array_equal(y.numpy()[:, 0], 2 * np.arange(swaps))
+    for i in range(swaps):  # without a launch in between they are in nobody's way
+        exe["scale"].set(x=device.array(np.full(4, i, np.float32)))
+    assert kinds()["buffer"] <= before - swaps + 3
+
+
+def test_another_kernel_in_an_exec_keeps_its_image(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream
+) -> None:
+    x, y = device.array(X), device.zeros(N, np.float32)
+    scaled(graph, module, x, y, 2.0, name="node")
+    exe = graph.instantiate()
+    before, own = kinds(), device.module(SOURCE)
+    exe["node"].configure(kernel=own.kernel("add"), args=(x, y, N, 5.0))
+    own.close()
+    assert kinds() == before + Counter(module=1)
+    exe["node"].set(value=6.0)
+    exe["node"].configure(grid=5)
+    run(exe, stream)
+    np.testing.assert_array_equal(y.numpy(), X + 6)
+    exe.close()
+    assert kinds() == before - Counter(exec=1)
+
+
+@pytest.mark.parametrize("found", ["before", "after"])
+def test_a_node_of_a_closed_module_can_be_changed_in_an_exec(
+    device: dk.Device, graph: dk.Graph, stream: dk.Stream, found: str
+) -> None:
+    x, y = device.array(X), device.zeros(N, np.float32)
+    own = device.module(SOURCE)
+    scaled(graph, own, x, y, 2.0, name="node")
+    exe = graph.instantiate()
+    if found == "before":
+        exe["node"].set(alpha=9.0)
+    own.close()
+    exe["node"].set(alpha=3.0)
+    exe["node"].configure(grid=5)
+    run(exe, stream)
+    np.testing.assert_array_equal(y.numpy(), X * 3)
+
+
+@pytest.mark.parametrize("way", ["update", "child"])
+def test_an_update_keeps_the_memory_of_the_other_graph(
+    device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream, way: str
+) -> None:
+    x, y, z = device.array(-X), device.zeros(N, np.float32), device.zeros(N, np.float32)
+    new = device.array(X)
+    with dk.Graph(device, "a") as a, dk.Graph(device, "b") as b:
+        for part, source in ((a, x), (b, new)):
+            part.memcpy(z, source, name="copy", after=scaled(part, module, source, y, 2.0, name="scale"))
+        if way == "child":
+            graph.child(a, name="kid")
+        exe = (graph if way == "child" else a).instantiate()
+        if way == "child":
+            exe["kid"].set(graph=b)
+        else:
+            exe.update(b)
+    new.close()
+    del new, source, part, a, b
+    taken = poison(device)
+    run(exe, stream)
+    np.testing.assert_array_equal(y.numpy(), X * 2)
+    np.testing.assert_array_equal(z.numpy(), X)
+    exe.close()
+    del taken
+
+
+def test_a_clone_keeps_its_memory(device: dk.Device, stream: dk.Stream) -> None:
+    x, y, z = device.array(X), device.zeros(N, np.float32), device.zeros(N, np.float32)
+    own = device.module(SOURCE)
+    original, inner = dk.Graph(device, "original"), dk.Graph(device, "inner")
+    inner.memcpy(z, x)
+    original.child(inner, after=scaled(original, own, x, y, 2.0, name="scale"))
+    copy, _ = original.clone("copy")
+    for thing in (x, own, inner, original):
+        thing.close()
+    del x, inner, original, _
+    taken = poison(device)
+    with copy, copy.instantiate() as exe:
+        run(exe, stream)
+    np.testing.assert_array_equal(y.numpy(), X * 2)
+    np.testing.assert_array_equal(z.numpy(), X)
+    del taken
+
+
+def test_fills_and_copies_keep_their_memory(device: dk.Device, graph: dk.Graph, stream: dk.Stream) -> None:
+    x, y, z = device.array(X), device.empty(N, np.float32), device.zeros(N, np.float32)
+    filled = graph.memset(y[N // 2 :], 5.0, after=graph.memcpy(y, x))
+    graph.memcpy(z, y, after=filled)
+    del x
+    y.close()
+    taken = poison(device)
+    exe = graph.instantiate()
+    graph.close()
+    run(exe, stream)
+    np.testing.assert_array_equal(z.numpy(), np.where(np.arange(N) < N // 2, X, 5))
+    exe.close()
+    del taken
+
+
+def test_nodes_of_an_exec_can_be_changed_when_the_graph_is_closed(
+    device: dk.Device, module: dk.Module, stream: dk.Stream
+) -> None:
+    x, y = device.array(X), device.zeros(N, np.float32)
+    a, b, c = ints(device, 0), ints(device, 0), ints(device, 9)
+    with dk.Graph(device, "closed") as graph:
+        scaled(graph, module, x, y, 2.0, name="scale")
+        graph.memset(a, 1, name="fill")
+        graph.memcpy(b, a, name="copy")
+        exe = graph.instantiate()
+    exe["scale"].set(alpha=3.0)
+    with pytest.raises(dk.GraphError, match=r"its parameters are not known.*: give target and value"):
+        exe["fill"].set(value=4)
+    exe["fill"].set(target=a, value=4)
+    exe["copy"].set(target=b, source=c)
+    exe["copy"].set(source=c)
+    run(exe, stream)
+    np.testing.assert_array_equal(y.numpy(), X * 3)
+    assert (a.numpy().tolist(), b.numpy().tolist()) == ([4], [9])
+
+
+def test_what_attributes_and_event_nodes_refer_to_is_held(
+    device: dk.Device, module: dk.Module, stream: dk.Stream
+) -> None:
+    x, y, before = device.array(X), device.zeros(N, np.float32), kinds()
+    graph, window, event = dk.Graph(device, "holding"), device.array(X), device.event()
+    end = scaled(graph, module, x, y, 2.0, access_policy_window=dk.AccessPolicyWindow(window, 0.5))
+    graph.record(event, after=end)
+    del window, event, end
+    held = kinds() - before
+    assert held == Counter(graph=1, buffer=1, event=1)
+    exe = graph.instantiate()
+    graph.close()
+    assert kinds() - before == held + Counter(exec=1)
+    run(exe, stream)
+    np.testing.assert_array_equal(y.numpy(), X * 2)
+    exe.close()
+    assert kinds() == before, "what is closed holds nothing"
+    del graph, exe
+
+
+def test_the_event_of_a_launch_is_held(device: dk.Device, module: dk.Module, stream: dk.Stream) -> None:
+    x, y, before = device.array(X), device.zeros(N, np.float32), kinds()
+    event = device.event(timing=False)
+    module.kernel("scale").launch(stream, grid=4, block=256, args=(x, y, N, 2.0), launch_completion_event=event)
+    del event
+    assert kinds() == before + Counter(event=1)
+    stream.synchronize()
+    assert kinds() == before
 
 
 # ---- launching -----------------------------------------------------------------------------------------------------

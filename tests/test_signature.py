@@ -190,6 +190,7 @@ def test_a_small_float_becomes_its_nearest_neighbour_or_is_refused(ctype: str, v
     [
         ("__nv_bfloat16", 1.5, "c03f"),
         ("__nv_bfloat16", -2, "00c0"),
+        ("__nv_bfloat16", 1 + 2**-8 + 2**-40, "813f"),  # by way of float it would be 1.0
         ("__nv_bfloat16", ml_dtypes.bfloat16(1.5), "c03f"),
         ("__nv_bfloat16", float("inf"), "807f"),
         ("__half", 1.5, "003e"),

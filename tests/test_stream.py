@@ -14,6 +14,7 @@ import pytest
 from kernels import SOURCE, ints
 
 import drvkit as dk
+from drvkit.device import HELD_PER_BATCH
 
 N = 1000
 X = np.arange(N, dtype=np.float32)
@@ -224,6 +225,78 @@ def test_an_idle_stream_needs_no_synchronize_to_let_go(device: dk.Device, module
     assert alive() is None
 
 
+def test_more_launches_than_one_batch_keep_everything(device: dk.Device, module: dk.Module, stream: dk.Stream) -> None:
+    count, kernel = HELD_PER_BATCH + 200, module.kernel("scale")
+    inputs = [device.array(np.full(4, i, np.float32)) for i in range(count)]
+    addresses = {x.address for x in inputs}
+    y = device.zeros((count, 4), np.float32)
+    kernel.launch(stream, grid=1, block=32, args=(inputs[0], y[0], 4, 2.0))  # loaded from now on
+    with device.stream() as other:
+        other.synchronize()
+        gc.collect()
+        spin(module, stream, 200)
+        for i in range(count):
+            kernel.launch(stream, grid=1, block=32, args=(inputs[-1], y[count - 1 - i], 4, 2.0))
+            del inputs[-1]
+        poison = [device.empty(4, np.float32).fill(-7.0, other) for _ in range(64)]
+        assert not stream.done, "the launches were over too soon to show anything"
+        assert addresses.isdisjoint(buffer.address for buffer in poison)
+        stream.synchronize()
+    np.testing.assert_array_equal(y.numpy()[:, 0], 2 * np.arange(count))
+    del poison
+
+
+def refuse(*_: Any) -> None:
+    raise dk.DriverError("cuCall", "CUDA_ERROR_UNKNOWN", "of the test")
+
+
+@pytest.mark.parametrize(
+    ("call", "waits"), [("cuStreamSynchronize", "stream"), ("cuCtxSynchronize", "device"), ("cuEventRecord", "settle")]
+)
+def test_a_wait_that_fails_lets_go_of_nothing(
+    device: dk.Device, stream: dk.Stream, monkeypatch: pytest.MonkeyPatch, call: str, waits: str
+) -> None:
+    x, y = device.array(X), device.zeros(N, np.float32)
+    arrays = [Array(x) for _ in range(4)]
+    alive = weakref.WeakSet(arrays)
+    for array in arrays:
+        y.copy_from(array, stream)
+    arrays.clear()
+    del array
+    with monkeypatch.context() as patch:
+        getattr(device.driver, call)  # its own error must not be kept
+        patch.setattr(device.driver, call, refuse)
+        for _ in range(2):
+            with pytest.raises(dk.DriverError, match="of the test"):
+                {"stream": stream.synchronize, "device": device.synchronize, "settle": stream.settle}[waits]()
+    gc.collect()
+    assert len(alive) == 4
+    stream.synchronize()
+    gc.collect()
+    assert len(alive) == 0
+    np.testing.assert_array_equal(y.numpy(), X)
+
+
+def test_a_stream_whose_host_node_raised_is_closed_all_the_same(device: dk.Device) -> None:
+    def fail() -> None:
+        raise ValueError("of the host node")
+
+    stream = device.stream()
+    x = ints(device, 0)
+    with dk.Graph(device, "failing") as graph:
+        graph.memset(x, 1, after=graph.host(fail))
+        with graph.instantiate() as exe:
+            exe.launch(stream)
+            with pytest.raises(ValueError, match="of the host node"):
+                stream.close()
+    assert stream.closed
+    with pytest.raises(dk.ClosedError):
+        stream.synchronize()
+    stream.close()
+    device.synchronize()
+    assert x.numpy().tolist() == [1]
+
+
 # ---- threads -------------------------------------------------------------------------------------------------------
 
 
@@ -331,3 +404,35 @@ def test_threads_that_share_a_stream(device: dk.Device, module: dk.Module, strea
     for number in range(4):
         mine = [value for value in values if value // 1000 == number]
         assert mine == [1000 * number + i for i in range(400)]
+
+
+def test_threads_that_launch_one_exec_and_wait_for_its_stream(
+    device: dk.Device, module: dk.Module, stream: dk.Stream
+) -> None:
+    order, calls, rounds = device.zeros(2000, np.int32), [], 200
+    graph = dk.Graph(device, "shared")
+    append = graph.kernel(module.kernel("append"), grid=1, block=1, args=(order, 1), name="append")
+    graph.host(lambda: calls.append(1), after=append)
+    exe = graph.instantiate()
+    done = threading.Event()
+
+    def launch() -> None:
+        for _ in range(rounds):
+            exe.launch(stream)
+
+    def wait() -> None:
+        while not done.is_set():
+            stream.synchronize()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    try:
+        in_threads(launch, launch)
+    finally:
+        done.set()
+        waiting.join()
+    exe.close()
+    graph.close()
+    stream.synchronize()
+    assert len(calls) == 2 * rounds
+    assert order.numpy()[0] == 2 * rounds

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import FLOATS, INTS, Operands, Where, apart, array, elementwise, submit
+from . import FLOATS, INTS, Where, apart, array, elementwise, submit, vectorised
 
 if TYPE_CHECKING:
     from ..graph import After
@@ -14,14 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = ["scale", "scale_dynamic", "scale_padded"]
 
-# From here on the kernel with 16-byte accesses: a smaller array fits into the threads that a large GPU holds at once,
-# one element each, and would only occupy fewer of its multiprocessors.
-WIDE_FROM = 2**18
-
 
 def scale(where: Where, x: Any, y: Any, alpha: float, *, after: After = None, name: str | None = None) -> Node | None:
     """``y = x * alpha`` for float32, float16 or bfloat16; ``y`` may be ``x``."""
-    function, threads, n = _choose("scale", elementwise("scale", FLOATS, x=x, y=y))
+    function, threads, n = vectorised("scale", elementwise("scale", FLOATS, x=x, y=y))
     return submit(where, "scale", function, threads, (x, y, n, alpha), after, name)
 
 
@@ -29,7 +25,7 @@ def scale_dynamic(
     where: Where, x: Any, y: Any, alpha: Any, *, after: After = None, name: str | None = None
 ) -> Node | None:
     """`scale` by the one float32 that the device array ``alpha`` has when the kernel runs: in a graph, every time."""
-    function, threads, n = _choose("scale_dynamic", elementwise("scale_dynamic", FLOATS, x=x, y=y))
+    function, threads, n = vectorised("scale_dynamic", elementwise("scale_dynamic", FLOATS, x=x, y=y))
     factor = array("scale_dynamic: alpha", alpha, [np.dtype(np.float32)])
     if factor.nbytes != 4:
         raise ValueError(f"scale_dynamic: alpha: wanted one element, got shape {factor.shape}")
@@ -47,10 +43,3 @@ def scale_padded(
     operands = elementwise("scale_padded", FLOATS | INTS, x=x, y=y)
     function = f"scale_padded<{operands.ctype}>"
     return submit(where, "scale", function, operands.n, (x, y, operands.n, alpha), after, name)
-
-
-def _choose(kernel: str, operands: Operands) -> tuple[str, int, int]:
-    """The kernel's name, its threads, and n."""
-    n, ctype, width = operands
-    per_thread = width if n >= WIDE_FROM else 1
-    return f"{kernel}<{ctype},{per_thread}>", -(-n // per_thread), n

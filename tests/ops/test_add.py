@@ -80,9 +80,19 @@ def test_a_node_has_the_operands_in_the_kernels_order(graph: Any) -> None:
     a, b, y = Foreign(0x1000), Foreign(0x2000), Foreign(0x3000)
     how = {"grid": 1, "block": 256, "after": None, "name": "sum"}
     node: Any = add(graph, a, b, y, name="sum")
-    assert node == ("add: add<float>", how | {"args": (a, b, y, 4)})
+    assert node == ("add: add<float,1>", how | {"args": (a, b, y, 4)})
     node = add_scalar(graph, a, y, 1.5, name="sum")
-    assert node == ("add: add_scalar<float>", how | {"args": (a, y, 4, 1.5)})
+    assert node == ("add: add_scalar<float,1>", how | {"args": (a, y, 4, 1.5)})
+
+
+def test_large_arrays_take_wide_accesses(graph: Any) -> None:
+    shape = (ops.WIDE_FROM,)
+    a, b, y, odd = (Foreign(address << 40, shape) for address in (1, 2, 3, 4))
+    node: Any = add(graph, a, b, y)
+    assert (node[0], node[1]["grid"]) == ("add: add<float,4>", ops.WIDE_FROM // 1024)
+    odd.__cuda_array_interface__["data"] = (4 << 40 | 4, False)
+    node = add(graph, a, odd, y)
+    assert (node[0], node[1]["grid"]) == ("add: add<float,1>", ops.WIDE_FROM // 256)
 
 
 def test_operands_that_do_not_fit_are_refused_by_name(graph: Any) -> None:

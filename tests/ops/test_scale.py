@@ -15,7 +15,8 @@ from drvkit import ops
 from drvkit.build import build
 from drvkit.device import Device, Stream
 from drvkit.lifetime import live
-from drvkit.ops.scale import WIDE_FROM, scale, scale_dynamic, scale_padded
+from drvkit.ops import WIDE_FROM
+from drvkit.ops.scale import scale, scale_dynamic, scale_padded
 from drvkit.ref import scale as ref
 from drvkit.source import Source
 
