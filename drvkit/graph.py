@@ -729,14 +729,17 @@ class Graph(Owned):
             raise self._error(what, error) from error
 
     def remove(self, node: Node) -> None:
-        """Take a node and its edges out, and close the graphs and the memory inside of it. Execs keep it as it was, but
-        can no longer change it."""
+        """Take a node and its edges out, and close the graph or the memory inside of it.
+
+        Execs keep it as it was, but can no longer change it. A conditional node cannot be taken out: the driver would
+        never again instantiate the graph, because of the condition that is left over.
+        """
         self._own_node(node, "remove")
+        if isinstance(node, ConditionalNode):
+            raise self._refusal("conditional", node.name, "it cannot be removed: its condition would be left over")
         self.device.driver.cuGraphDestroyNode(node.handle)
         del self._nodes[node.name]
         self._by_handle = {}
-        if isinstance(node, ConditionalNode):
-            node.condition.node = None
         node.let_go()
         node.handle = None
 

@@ -238,6 +238,8 @@ def _instantiate_error(graph: Graph, nodes: Sequence[Node], params: Any, error: 
     hint = ""
     if error.code == "CUDA_ERROR_NOT_SUPPORTED" and any(node.kind in ("conditional", "alloc") for node in nodes):
         hint = "; a graph with conditional or alloc nodes can have one exec at a time: close the other one"
+    if reason == "CONDITIONAL_HANDLE_UNUSED":
+        hint = "; every condition of the graph must be tested by a conditional node"
     return GraphError(f"graph {graph.name!r} cannot be instantiated{where}: {error} ({reason}){hint}")
 
 

@@ -319,24 +319,21 @@ def test_a_removed_node_stays_removed_when_its_name_is_used_again(
     assert new.dependents == []
 
 
-def test_a_removed_conditional_node_closes_its_body_and_frees_its_condition(
-    device: dk.Device, graph: dk.Graph, stream: dk.Stream
-) -> None:
-    x, y = ints(device, 0), ints(device, 0)
-    condition = graph.condition(default=1, name="flag")
-    body = graph.if_(condition, name="branch")
-    inner = body.if_(body.condition(default=1), name="inner")
-    inner.memset(x, 1, name="fill")
-    graph.remove(graph["branch"])
-    for gone in (body, inner):
-        assert gone.closed
-        with pytest.raises((dk.ClosedError, dk.GraphError)):
-            gone.memset(x, 2)
-    assert len(graph) == 0
-    assert "branch/then/inner/then/fill" not in graph
-    graph.if_(condition, name="branch").memset(y, 3, name="fill")
+def test_a_conditional_node_cannot_be_removed(device: dk.Device, graph: dk.Graph, stream: dk.Stream) -> None:
+    x = ints(device, 0)
+    body = graph.if_(graph.condition(default=1, name="flag"), name="branch")
+    with pytest.raises(dk.GraphError, match="'branch': it cannot be removed: its condition would be left over"):
+        graph.remove(graph["branch"])
+    body.memset(x, 3, name="fill")
     replay(graph, stream)
-    assert (x.numpy().tolist(), y.numpy().tolist()) == ([0], [3])
+    assert x.numpy().tolist() == [3]
+
+
+def test_a_condition_that_nothing_tests_is_told(device: dk.Device, graph: dk.Graph, stream: dk.Stream) -> None:
+    graph.memset(ints(device, 0), 1)
+    graph.condition(default=0)
+    with pytest.raises(dk.GraphError, match="every condition of the graph must be tested by a conditional node"):
+        graph.instantiate()
 
 
 def test_an_alloc_node_is_removed_with_its_buffer_or_not_at_all(
