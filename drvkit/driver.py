@@ -47,7 +47,7 @@ class _Door:
     """A bindings module whose functions are checked; made attribute by attribute, on first use."""
 
     prefix: str  # what the names of its functions begin with
-    library: str  # what has to be installed for them to work
+    needs: str  # what has to be installed for them to work
 
     def __init__(self, api: ModuleType) -> None:
         self.api = api
@@ -82,9 +82,9 @@ class _Door:
         """How the bindings say that a library or a function is missing; None for what says something else."""
         kind, reason = type(error).__name__, str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         if kind == "FunctionNotFoundError" or re.search(r'Function "\w+" not found', reason):
-            return DriverError(name, "NO_FUNCTION", f"this {self.library} does not have it ({reason})")
+            return DriverError(name, "NO_FUNCTION", f"this {self.needs} does not have it ({reason})")
         if kind.startswith("DynamicLib") or "dlopen" in reason:
-            return DriverError(name, "NO_LIBRARY", f"{self.library} was not found ({reason})")
+            return DriverError(name, "NO_LIBRARY", f"{self.needs} was not found ({reason})")
         return None
 
     def error(self, call: str, code: Any) -> DriverError:
@@ -104,7 +104,7 @@ class Driver(_Door):
     """
 
     prefix = "cu"
-    library = "libcuda (NVIDIA's driver)"
+    needs = "libcuda (NVIDIA's driver)"
 
     def __init__(self, kind: str, api: ModuleType) -> None:
         super().__init__(api)
@@ -133,7 +133,7 @@ class Driver(_Door):
         """
         code, address, status = self.api.cuGetProcAddress(name.encode(), RAW_VERSION, 0)
         if code or not address:
-            raise DriverError(name, "NO_FUNCTION", f"this {self.library} does not have it ({status or code})")
+            raise DriverError(name, "NO_FUNCTION", f"this {self.needs} does not have it ({status or code})")
         return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * parameters)(int(address))
 
 
@@ -141,7 +141,7 @@ class Nvrtc(_Door):
     """NVRTC, the run-time compiler, through the same kind of door."""
 
     prefix = "nvrtc"
-    library = "libnvrtc (package nvidia-cuda-nvrtc)"
+    needs = "libnvrtc (package nvidia-cuda-nvrtc)"
 
     def error(self, call: str, code: Any) -> DriverError:
         status, text = self.api.nvrtcGetErrorString(code)

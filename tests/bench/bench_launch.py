@@ -146,14 +146,14 @@ class Floor(Peer):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise Missing(f"{compiler}: {done.stderr.strip()}")
-        self.library = ctypes.CDLL(str(library))
-        if self.library.floor_open(4, 256):
+        self.floor = ctypes.CDLL(str(library))
+        if self.floor.floor_open(4, 256):
             raise Missing("libcuda.so.1 lacks a function")
         self.function, self.stream = int(shared.kernel.handle), int(shared.stream.handle)
 
     def call(self, name: str, types: str, *args: Any) -> float:
         """Microseconds from a function of launch_floor.c; ``types`` has a p for a pointer, an i for an int."""
-        function = getattr(self.library, name)
+        function = getattr(self.floor, name)
         function.restype = ctypes.c_double
         function.argtypes = [{"p": ctypes.c_void_p, "i": ctypes.c_int}[kind] for kind in types]
         nanoseconds: float = function(*args)
