@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypedDict
 
+import numpy as np
+
 from .device import Event
 from .driver import Driver
 from .memory import Buffer
@@ -85,7 +87,7 @@ def _choice(driver: Driver, enum: str, prefix: str, value: str, what: str) -> An
 
 def _flag(field: str) -> Callable[[Driver, Any, Any], None]:
     def put(driver: Driver, to: Any, value: Any) -> None:
-        if not isinstance(value, bool):
+        if not isinstance(value, bool | np.bool_):
             raise TypeError(f"{field}: wanted True or False, got {value!r}")
         setattr(to, field, int(value))
 

@@ -7,6 +7,7 @@ if the caller drops them at once.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import weakref
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from .driver import Driver, open_driver
+from .driver import Driver, DriverError, open_driver
 from .lifetime import ClosedError, Owned, release_parked
 
 if TYPE_CHECKING:  # the verbs below that reach further down import when they are called
@@ -203,9 +204,10 @@ class Device:
             for stream, taken, _ in passed:
                 stream._ledger[:0] = taken
             raise
-        for stream, _, batches in passed:
+        while passed:
+            stream, _, batches = passed.pop()
             stream._pass(batches)
-        del passed
+            del stream, _, batches
         release_parked()
         self.raise_callback_error()
 
@@ -327,9 +329,9 @@ class Stream(Owned):
         driver = device.driver
         with device.context:
             least, greatest = driver.cuCtxGetStreamPriorityRange()
-            if isinstance(priority, bool) or not isinstance(priority, int) or not greatest <= priority <= least:
+            if isinstance(priority, bool) or not hasattr(priority, "__index__") or not greatest <= priority <= least:
                 raise ValueError(f"stream priority: wanted an integer in [{greatest}, {least}], got {priority!r}")
-            handle = driver.cuStreamCreateWithPriority(driver.CUstream_flags.CU_STREAM_NON_BLOCKING, priority)
+            handle = driver.cuStreamCreateWithPriority(driver.CUstream_flags.CU_STREAM_NON_BLOCKING, int(priority))
         self._begin(device, handle)
         # What it holds belongs to its box, not to the release: that is known to the interpreter for good, and may not
         # refer to what may refer to the stream.
@@ -380,11 +382,14 @@ class Stream(Owned):
             self.settle()
 
     def _take(self) -> list[object]:
-        """What is pending now; it is no longer pending then."""
+        """What is pending now; it is no longer pending then.
+
+        ``newest`` is reset last: who saw it before has queued its work before this returns, and so before the wait.
+        """
         with self._lock:
-            self.newest = None
             taken = self._ledger[:]
             del self._ledger[: len(taken)]
+            self.newest = None
         return taken
 
     def settle(self) -> None:
@@ -398,12 +403,11 @@ class Stream(Owned):
         except BaseException:
             self._ledger[:0] = taken
             raise
-        with self._lock:
+        finished = []
+        with self._lock:  # nothing is let go inside: that may run code of anybody
             self._batches.append((event, taken))
-            while self._batches[0][0].done:
-                self._batches.popleft()[0].close()
-                if not self._batches:
-                    break
+            while self._batches and self._batches[0][0].done:
+                finished.append(self._batches.popleft())
 
     @property
     def done(self) -> bool:
@@ -428,9 +432,12 @@ class Stream(Owned):
 
     def _pass(self, batches: list[tuple[Event, list[object]]]) -> None:
         """The work of ``batches`` is done; later ones may have come meanwhile."""
+        finished = []
         with self._lock:
-            while self._batches and batches and self._batches[0] is batches.pop(0):
-                self._batches.popleft()[0].close()
+            for batch in batches:
+                if not self._batches or self._batches[0] is not batch:
+                    break
+                finished.append(self._batches.popleft())
 
     def wait(self, event: Event) -> None:
         """Later work of this stream starts after ``event``; one that a capture recorded takes this stream into it."""
@@ -465,6 +472,11 @@ class Stream(Owned):
         if exc[0] is None:
             self.close()
         else:  # the block's own error is the one to tell
+            if not self.closed:
+                with contextlib.suppress(
+                    DriverError
+                ):  # a stream of ours waits when it is destroyed, a foreign one here
+                    self.device.driver.cuStreamSynchronize(self.handle)
             self._shut()
 
     def __cuda_stream__(self) -> tuple[int, int]:

@@ -192,10 +192,20 @@ class Graph(Owned):
 
     def walk(self) -> Iterator[Node]:
         """All nodes, those of bodies and children behind the node that they are in."""
+        return (node for _, node in self.paths())
+
+    def paths(self, prefix: str = "") -> Iterator[tuple[str, Node]]:
+        """As `walk`, each with its path from here."""
+        for name, node in self._nodes.items():
+            yield prefix + name, node
+            for label, body in node.bodies.items():
+                yield from body.paths(f"{prefix}{name}/{label}/" if label else f"{prefix}{name}/")
+
+    def _break(self, why: str) -> None:
+        self._broken = why
         for node in self._nodes.values():
-            yield node
             for body in node.bodies.values():
-                yield from body.walk()
+                body._break(why)
 
     def _check_open(self) -> None:
         if self._broken:
@@ -203,7 +213,8 @@ class Graph(Owned):
         super()._check_open()
 
     def close(self) -> None:
-        """Refuse further use of it, and of the graphs inside of it; let go of what its nodes hold. Its execs go on.
+        """Refuse further use of it, of the graphs inside of it and of its alloc nodes' buffers; let go of what its
+        nodes hold. Its execs go on.
 
         A graph inside of another is closed with that one, and not before.
         """
@@ -316,11 +327,7 @@ class Graph(Owned):
                 f"graph {self.root.name!r}: kernel node {self.path + name!r}: kernel {kernel.name} is on "
                 f"{kernel.device.id}, the graph on {self.device.id}"
             )
-        for i, value in enumerate(args):
-            if isinstance(value, Condition) and value.root() is not self.root:
-                parameter = kernel.signature.parameters[i].name if i < len(kernel.signature) else None
-                wanted = f"a condition of graph {self.root.name!r}"
-                raise ArgumentError(kernel.name, i, parameter, wanted, f"{value!r} of another graph")
+        check_conditions(kernel, enumerate(args), self.root)
 
     def set_condition(
         self, condition: Condition, flag: Any, *, after: After = None, name: str | None = None
@@ -411,7 +418,8 @@ class Graph(Owned):
     def alloc(
         self, shape: int | Sequence[int], dtype: DTypeLike, *, after: After = None, name: str | None = None
     ) -> AllocNode:
-        """Memory that exists from this node on: ``node.buffer``, at the same address on every launch.
+        """Memory that exists from this node on: ``node.buffer``, at the same address on every launch. The Buffer is
+        closed with the graph.
 
         It exists until a `free` node, of this graph or of one launched later; or until the next launch, if the exec is
         made with ``auto_free``. Nodes that use it must come after the alloc node and before the free node.
@@ -547,10 +555,12 @@ class Graph(Owned):
     def condition(self, default: int | None = None, name: str | None = None) -> Condition:
         """A value for one conditional node of this very graph to test, ``default`` at every launch."""
         driver = self.device.driver
-        if default is not None and (type(default) is not int or not 0 <= default < 1 << 32):
+        if default is not None and (not hasattr(default, "__index__") or not 0 <= default < 1 << 32):
             raise ValueError(f"graph {self.root.name!r}: condition default: wanted 0..2**32-1, got {default!r}")
         flags = 0 if default is None else driver.CU_GRAPH_COND_ASSIGN_DEFAULT
-        handle = driver.cuGraphConditionalHandleCreate(self.handle, self.device.context.handle, default or 0, flags)
+        handle = driver.cuGraphConditionalHandleCreate(
+            self.handle, self.device.context.handle, int(default or 0), flags
+        )
         name = name or f"condition{self._numbered}"
         self._numbered += 1
         return Condition(self, int(handle), default, name)
@@ -661,10 +671,10 @@ class Graph(Owned):
                 f"{breaker}" if breaker else f"{type(failure).__name__}: {failure}" if failure else "a forbidden call"
             )
             end = driver.error("cuStreamEndCapture", code)
-            self._broken = f"graph {self.root.name!r} was discarded by the driver: its capture was ended by {cause}"
+            self._break(f"graph {self.root.name!r} was discarded by the driver: its capture was ended by {cause}")
             if self.box is not None:
                 self.box.disown()  # it is destroyed already
-            raise GraphError(self._broken if cause == str(end) else f"{self._broken} ({end})") from failure
+            raise GraphError(f"{self._broken}" if cause == str(end) else f"{self._broken} ({end})") from failure
         for handle in self._driver_nodes():
             if int(handle) not in before:
                 self._adopt_captured(handle, name, references)
@@ -700,6 +710,7 @@ class Graph(Owned):
 
     def neighbours(self, node: Node, call: str) -> list[Node]:
         """What `Node.dependencies` and `Node.dependents` are."""
+        self._check_open()
         get = getattr(self.device.driver, call)
         _, _, count = get(node.handle)
         return [self._node_of(handle) for handle in get(node.handle, count)[0][:count]] if count else []
@@ -734,12 +745,16 @@ class Graph(Owned):
         Execs keep it as it was, but can no longer change it. A conditional node cannot be taken out: the driver would
         never again instantiate the graph, because of the condition that is left over.
         """
+        self._check_open()
         self._own_node(node, "remove")
         if isinstance(node, ConditionalNode):
             raise self._refusal("conditional", node.name, "it cannot be removed: its condition would be left over")
         self.device.driver.cuGraphDestroyNode(node.handle)
         del self._nodes[node.name]
         self._by_handle = {}
+        for body in node.bodies.values():
+            for inner in body.walk():
+                inner.handle = None
         node.let_go()
         node.handle = None
 
@@ -815,7 +830,7 @@ class Graph(Owned):
         return name
 
     def _check_name(self, name: str) -> None:
-        if name.__class__ is not str or not name or "/" in name or "#" in name or not name.isprintable():
+        if not isinstance(name, str) or not name or "/" in name or "#" in name or not name.isprintable():
             raise GraphError(f"graph {self.root.name!r}: a node's name is text without '/' and '#', not {name!r}")
         if name in self._nodes:
             raise GraphError(f"graph {self.root.name!r} has a node {self.path + name!r} already")
@@ -868,6 +883,15 @@ class Graph(Owned):
 
     def _error(self, what: str, error: DriverError) -> GraphError:
         return GraphError(f"graph {self.root.name!r}: {what}: {error}")
+
+
+def check_conditions(kernel: Kernel, args: Iterable[tuple[int, Any]], root: Graph) -> None:
+    """Refuse conditions of other graphs than ``root`` as arguments, which are given with their positions."""
+    for i, value in args:
+        if isinstance(value, Condition) and value.root() is not root:
+            name = kernel.signature.parameters[i].name if i < len(kernel.signature) else None
+            wanted = f"a condition of graph {root.name!r}"
+            raise ArgumentError(kernel.name, i, name, wanted, f"{value!r} of another graph")
 
 
 def _add_cloned(driver: Driver, graph: Any, into: Any, dependencies: Any, count: int) -> Any:

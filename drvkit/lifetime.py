@@ -89,9 +89,13 @@ def release_parked() -> None:
     """Release what waits for it, if this thread may."""
     while _parked and not _everywhere and not getattr(_scopes, "depth", 0):
         try:
-            _parked.popleft()()
+            release = _parked.popleft()
         except IndexError:  # another thread was faster
             return
+        try:
+            release()
+        except Exception as error:  # as from the garbage collector: it concerns nobody here
+            sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _release(serial: int, release: Callable[[], Any]) -> None:
@@ -114,10 +118,10 @@ class Box:
         self.handle, self.owner = handle, owner
         self._finalizer = None
         if release is not None:  # else it is somebody else's
-            release_parked()
             self._serial = next(_serial)
             _live[self._serial] = info
             self._finalizer = weakref.finalize(self, _release, self._serial, release)
+            release_parked()
 
     def disown(self) -> None:
         """Somebody else releases the handle from now on."""

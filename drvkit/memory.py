@@ -110,6 +110,7 @@ class Buffer:
         """A window onto memory that somebody else owns; ``owner`` is what keeps it alive."""
         if not _is_integer(address):
             raise TypeError(f"address: wanted an integer, got {address!r}")
+        address = int(address)
         shape, dtype, nbytes = _extent(shape, dtype)
         return cls._whole(Allocation(device, address, nbytes, where), None, dtype, shape, owner)
 
@@ -179,12 +180,13 @@ class Buffer:
         offset = part.__array_interface__["data"][0] - probe.__array_interface__["data"][0]
         return Buffer(self.allocation, self.box, self.address + offset, self.dtype, part.shape, part.strides)
 
-    def reshape(self, *extents: int | tuple[int, ...]) -> Buffer:
+    def reshape(self, *extents: int | Sequence[int]) -> Buffer:
         """The same elements with another shape (one extent may be -1); only of a contiguous Buffer."""
         self._must_be_contiguous("reshape")
-        shape: Any = extents[0] if len(extents) == 1 and isinstance(extents[0], tuple) else extents
+        shape: Any = extents[0] if len(extents) == 1 and isinstance(extents[0], tuple | list) else extents
         if not all(map(_is_integer, shape)):
             raise TypeError(f"{self!r}: reshape: wanted integers, got {shape!r}")
+        shape = tuple(int(n) for n in shape)
         known = math.prod(n for n in shape if n != -1)
         if shape.count(-1) == 1 and known and self.size % known == 0:
             shape = tuple(self.size // known if n == -1 else n for n in shape)
@@ -363,6 +365,8 @@ class MemoryPool(Owned):
         at once if the stream is gone."""
         shape, dtype, nbytes = _extent(shape, dtype)
         stream = self.device.as_stream(stream)
+        if stream.capturing is not None:
+            raise ValueError(f"stream {stream.name} is being captured: memory of a graph is made by graph.alloc()")
         address = int(self.device.driver.cuMemAllocFromPoolAsync(max(nbytes, 1), self.handle, stream.handle))
         free = partial(_free_async, self.device.driver, address, stream.handle, stream.life)
         release = partial(self.device.context.call, free)
@@ -437,7 +441,7 @@ def view_of(operand: Any) -> View | None:
         readonly = not operand.flags.writeable
         return View(operand.ctypes.data, operand.dtype, operand.shape, operand.strides, True, readonly)
     interface = getattr(operand, "__cuda_array_interface__", None)
-    if interface is not None:
+    if interface is not None and interface.get("mask") is None:
         dtype, shape = np.dtype(interface["typestr"]), tuple(interface["shape"])
         if interface.get("descr") and dtype.kind == "V":
             dtype = np.dtype([tuple(field) for field in interface["descr"]])

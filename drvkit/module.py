@@ -386,6 +386,7 @@ class Kernel:
     def occupancy(self, block: int | tuple[int, ...], shared_mem_bytes: int = 0) -> int:
         """Blocks of this size that fit on one multiprocessor at a time."""
         x, y, z = dim3(block, f"kernel {self.name}: block")
+        shared_mem_bytes = self._shared(shared_mem_bytes)
         with self.device.context:
             self._allow_shared(shared_mem_bytes)
             count = self.device.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
@@ -558,7 +559,10 @@ class Kernel:
             )
         driver = self.device.driver
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        driver.cuFuncSetAttribute(self.handle, attribute, nbytes)
+        if nbytes > self.attribute(
+            "MAX_DYNAMIC_SHARED_SIZE_BYTES"
+        ):  # never lowered: others may launch the function too
+            driver.cuFuncSetAttribute(self.handle, attribute, nbytes)
         self._attributes["dynamic shared"] = nbytes
 
     def _launch_config(self, config: Config, stream: Stream | None) -> Any:

@@ -108,8 +108,10 @@ class Node:
     @property
     def parameters(self) -> dict[str, Any]:
         """Its parameters as the driver has them now, by name; addresses, handles and sizes as numbers."""
+        graph = self.graph
+        graph._check_open()
         read = _READ.get(self.kind)
-        return read(self.graph.device.driver, self.handle) if read else {}
+        return read(graph.device.driver, self.handle) if read else {}
 
     def let_go(self) -> None:
         """Hold nothing any more: its graph is closed, or it was removed from it."""
@@ -165,11 +167,13 @@ class KernelNode(Node):
     @property
     def parameters(self) -> dict[str, Any]:
         """``kernel``, ``grid``, ``block``, ``shared_mem_bytes`` and ``args`` by name (pointers as addresses)."""
-        return kernel_parameters(self.graph.device.driver, self.handle, self.kernel.signature)
+        graph = self.graph
+        graph._check_open()
+        return kernel_parameters(graph.device.driver, self.handle, self.kernel.signature)
 
     def said(self) -> str:
         names = [p.name or str(p.index) for p in self.kernel.signature.parameters]
-        args = ", ".join(f"{name}={_short(value)}" for name, value in zip(names, self.args, strict=True))
+        args = ", ".join(f"{name}={_short(value)}" for name, value in zip(names, self.args, strict=False))
         grid, block = (_extents(extents) for extents in (self.config.grid, self.config.block))
         shared = f" shared {self.config.shared_mem_bytes}" if self.config.shared_mem_bytes else ""
         attributes = "".join(f" {name}={_short(value)}" for name, value in self.config.attributes.items())
@@ -395,10 +399,14 @@ class FreeNode(Node):
 
     def __init__(self, graph: weakref.ref[Graph], handle: Any, name: str, buffer: Buffer) -> None:
         super().__init__(graph, handle, name, (buffer.box,))
-        self.buffer = buffer
+        self.buffer: Buffer | None = buffer
+
+    def let_go(self) -> None:
+        super().let_go()
+        self.buffer = None
 
     def said(self) -> str:
-        return _short(self.buffer)
+        return _short(self.buffer) if self.buffer else ""
 
 
 class ConditionalNode(Node):

@@ -1,7 +1,9 @@
 """Executable graphs: launched again and again, and changed between launches by the names of their nodes.
 
-An `Exec` keeps what its graph had when it was made, and everything that was put into it since, until it is closed and
-its last launch is done. What a change can be, the driver says: values and sizes, not the structure.
+An `Exec` keeps what its graph had when it was made, and what was put into it since, until it is closed and its last
+launch is done; what was put in and replaced again goes when the launches that may use it are done.
+
+What a change can be, the driver says: values and sizes, not the structure.
 
 Source: CUDA Driver API, "Graph Management" (``cuGraphInstantiateWithParams``, ``cuGraphExec*SetParams``,
 ``cuGraphExecUpdate``).
@@ -17,7 +19,7 @@ from typing import Any
 
 from .device import Event, Stream
 from .driver import DriverError
-from .graph import Graph, GraphError
+from .graph import Graph, GraphError, check_conditions
 from .lifetime import Box, ClosedError, Owned
 from .memory import copy_params, fill_params, holder
 from .module import Block, Config, Kernel
@@ -79,7 +81,8 @@ class Exec(Owned):
         stream = device.as_stream(upload) if upload is not None else None
         if stream is not None:
             params.hUploadStream = stream.handle
-        nodes = tuple(graph.walk())
+        paths = tuple(graph.paths())
+        nodes = [node for _, node in paths]
         with device.context:
             try:
                 handle = driver.cuGraphInstantiateWithParams(graph.handle, params)
@@ -87,8 +90,8 @@ class Exec(Owned):
                 raise _instantiate_error(graph, nodes, params, error) from error
         # What launches may touch, by where it is used. The box owns it too, so that launches in flight do; what is
         # replaced goes to the stream of the newest launch, behind which all others are.
-        self._kept: dict[object, object] = {path: node.held for path, node in enumerate(nodes) if node.held}
-        self._nodes = {id(node): node for node in nodes}
+        self._kept: dict[object, object] = {path: node.held for path, node in paths if node.held}
+        self._nodes = dict(paths)
         release = partial(device.context.call, driver.cuGraphExecDestroy, handle)
         self._own(handle, release, graph.name, (graph.box, self._kept))
         self._launch = driver.api.cuGraphLaunch
@@ -111,7 +114,8 @@ class Exec(Owned):
         if code:
             error = self.device.driver.error("cuGraphLaunch", code)
             raise GraphError(f"exec of graph {self.name!r}: {error}") from error
-        self._newest_stream = stream.weak
+        if stream.capturing is None:
+            self._newest_stream = stream.weak
         if stream.newest is not box:
             # A graph that is being captured takes a copy of it, with what is in it now.
             stream.hold(box if stream.capturing is None else (box, tuple(self._kept.values())))
@@ -160,7 +164,7 @@ class Exec(Owned):
 
     def _exec_node(self, path: str) -> ExecNode:
         definition = self.graph[path]
-        if id(definition) not in self._nodes:
+        if self._nodes.get(path) is not definition:
             raise GraphError(f"exec of graph {self.name!r} was made before node {path!r} was added")
         kind = _EXEC_NODES.get(type(definition), ExecNode)
         return kind(self, definition, path, self._given.get(path, definition))
@@ -180,24 +184,23 @@ class Exec(Owned):
             code = driver.raw("cuGraphExecUpdate", 3)(int(self.handle), int(graph.handle), ctypes.byref(info))
         if code:
             raise self._update_error(graph, driver.error("cuGraphExecUpdate", code), info)
-        self._take_over("", [node for node in self._nodes.values() if node.handle is not None], graph)
+        self._take_over("", graph)
 
-    def _take_over(self, prefix: str, nodes: Sequence[Node], graph: Graph) -> None:
-        """The parameters of ``nodes``, whose paths begin with ``prefix``, are those of ``graph`` now."""
-        givers = list(graph.walk())
-        paths = [node.path for node in nodes]
-        self._keep(("graph", prefix), (graph.box, tuple(node.held for node in givers)))
-        same = [(path.removeprefix(prefix), node.kind) for path, node in zip(paths, nodes, strict=True)] == [
-            (node.path, node.kind) for node in givers
-        ]
-        self._given |= dict(zip(paths, givers, strict=True)) if same else dict.fromkeys(paths)
-        for path in paths:
+    def _take_over(self, prefix: str, graph: Graph) -> None:
+        """The parameters of the nodes whose paths begin with ``prefix`` are those of ``graph`` now."""
+        takers = {path: node for path, node in self._nodes.items() if path.startswith(prefix)}
+        givers = {prefix + path: node for path, node in graph.paths()}
+        self._keep(("graph", prefix), (graph.box, tuple(node.held for node in givers.values())))
+        same = [(path, node.kind) for path, node in takers.items()] == [(p, node.kind) for p, node in givers.items()]
+        self._given |= givers if same else dict.fromkeys(takers)
+        for path in takers:
             if path in self._exec_nodes:
                 self._exec_nodes[path]._take(self._given[path])
 
     def _update_error(self, graph: Graph, error: DriverError, info: _UpdateInfo) -> GraphError:
         driver = self.device.driver
-        names = {int(node.handle): node.path for g in (self.graph, graph) for node in g.walk()}
+        paths = (*self._nodes.items(), *graph.paths())
+        names = {int(node.handle): path for path, node in paths if node.handle is not None}
         try:
             reason = driver.CUgraphExecUpdateResult(info.result).name.removeprefix("CU_GRAPH_EXEC_UPDATE_ERROR_")
         except ValueError:
@@ -341,6 +344,7 @@ class ExecKernelNode(ExecNode):
         self._kernel, self._config = self.node.kernel, self.node.config
         self._memory, self._params = bytearray(), None
         self._block, self._places = None, {}
+        self._takes_handles = self._kernel.signature.takes_handles
         if isinstance(node, KernelNode) and node.handle is not None:
             driver = self.device.driver
             params = driver.cuGraphKernelNodeGetParams(node.handle)
@@ -353,6 +357,7 @@ class ExecKernelNode(ExecNode):
     def _use(self, kernel: Kernel, config: Config, block: Block) -> None:
         self._kernel, self._config, self._block = kernel, config, block
         self._memory, self._params = block.memory, block.node_params
+        self._takes_handles = kernel.signature.takes_handles
         signature, base = kernel.signature, block.base
         self._places = {  # where it is in the block's memory, how it is written, whether it is a pointer
             p.name: (base + p.offset, signature.put[p.index], p.is_pointer) for p in signature.parameters if p.name
@@ -363,6 +368,10 @@ class ExecKernelNode(ExecNode):
 
         `ArgumentError` names the one that does not fit; then none is changed.
         """
+        if self._takes_handles:
+            signature = self._kernel.signature
+            given = ((signature.locate(name), value) for name, value in arguments.items())
+            check_conditions(self._kernel, given, self.node.graph.root)
         memory, places = self._memory, self._places
         before = memory[:]
         pointers = None
@@ -426,7 +435,10 @@ class ExecKernelNode(ExecNode):
         fresh = Block(kernel.signature, self.device.driver, function if function is not None else kernel.handle)
         held: tuple[object, ...] = ()
         if args is not None:
-            held = fresh.pack(kernel.arguments(args))
+            args = kernel.arguments(args)
+            if kernel.signature.takes_handles:
+                check_conditions(kernel, enumerate(args), self.node.graph.root)
+            held = fresh.pack(args)
         else:
             assert self._block is not None
             fresh.packed = self._block.packed
@@ -534,7 +546,7 @@ class ExecChildNode(ExecNode):
         self._call("cuGraphExecChildGraphNodeSetParams", self._node_handle, graph.handle)
         exec_ = self._exec()
         if exec_ is not None and isinstance(self.node, ChildNode):
-            exec_._take_over(f"{self.path}/", list(self.node.inner.walk()), graph)
+            exec_._take_over(f"{self.path}/", graph)
 
 
 class ExecBatchMemOpNode(ExecNode):

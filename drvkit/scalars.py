@@ -7,6 +7,7 @@ float type; a float is rounded, but must not overflow; a bool is a bool and noth
 from __future__ import annotations
 
 import ctypes
+import math
 import operator
 import struct
 from collections.abc import Callable
@@ -68,12 +69,11 @@ def bits(value: Any, dtype: np.dtype[Any]) -> bytes:
             return struct.pack("<" + format_of(dtype), pack(value))
         except (struct.error, OverflowError):
             raise Unfit(f"a value of {dtype}", said(value)) from None
-    if dtype.kind == "c" and isinstance(value, (int, float, complex, np.number)) and not isinstance(value, bool):
-        with np.errstate(over="ignore"):
-            number = np.asarray(value).astype(dtype)
-        if np.isfinite(number) or not np.isfinite(value):
-            return number.tobytes()
-    elif isinstance(value, np.generic) and value.dtype == dtype:
+    if dtype.kind == "c":
+        part = np.dtype(f"f{dtype.itemsize // 2}")
+        is_complex = isinstance(value, (complex, np.complexfloating))
+        return b"".join(bits(x, part) for x in ((value.real, value.imag) if is_complex else (value, 0.0)))
+    if isinstance(value, np.generic) and value.dtype == dtype:
         return value.tobytes()
     raise Unfit(f"a value of {dtype}", said(value))
 
@@ -101,7 +101,7 @@ def _integers(dtype: np.dtype[Any]) -> Callable[[Any], int]:
             value = value.value
         if type(value).__name__ in ("CUgraphConditionalHandle", "cuuint32_t", "cuuint64_t"):  # the bindings' integers
             value = int(value)
-        if isinstance(value, (bool, np.bool_, np.ndarray)):
+        if isinstance(value, (bool, np.bool_)) or _is_array(value):
             raise Unfit(wanted, said(value))
         try:
             return integer(operator.index(value))
@@ -115,6 +115,10 @@ def _floats(dtype: np.dtype[Any]) -> Callable[[Any], Any]:
     ml = is_ml(dtype)
     limits: Any = (ml_dtypes if ml else np).finfo(dtype)
     exact = 1 << (limits.nmant + 1)
+    # Beyond half a step above the largest value there is none; types without infinity would take the largest.
+    most = float("inf") if not ml else float(limits.max) + 2.0 ** (math.floor(math.log2(limits.max)) - limits.nmant - 1)
+    if ml and np.isinf(np.asarray(np.inf).astype(dtype).astype(np.float64)):
+        most = float("inf")
     with np.errstate(all="ignore"):
         sign = "" if np.isfinite(np.asarray(-1.0).astype(dtype).astype(np.float64)) else "positive, "  # e8m0: no sign
 
@@ -122,7 +126,7 @@ def _floats(dtype: np.dtype[Any]) -> Callable[[Any], Any]:
         if value.__class__ is not float:
             if isinstance(value, ctypes._SimpleCData):
                 value = value.value
-            if isinstance(value, (bool, np.bool_, np.ndarray, complex, np.complexfloating, str, bytes)):
+            if isinstance(value, (bool, np.bool_, complex, np.complexfloating, str, bytes)) or _is_array(value):
                 raise Unfit(f"{dtype.name}, a number", said(value))
             if not hasattr(value, "__float__") or hasattr(value, "getPtr"):
                 raise Unfit(f"{dtype.name}, a number", said(value))
@@ -137,11 +141,17 @@ def _floats(dtype: np.dtype[Any]) -> Callable[[Any], Any]:
             return value
         with np.errstate(all="ignore"):
             packed = _to_odd(value).astype(dtype)
-        if np.isfinite(value) and not np.isfinite(packed.astype(np.float64)):
+        back = float(packed.astype(np.float64))
+        if abs(value) > most or (math.isnan(value), math.isinf(value)) != (math.isnan(back), math.isinf(back)):
             raise Unfit(f"{dtype.name}, {sign}at most {float(limits.max):g} in size", said(value))
         return int(packed.view(f"u{dtype.itemsize}"))
 
     return real
+
+
+def _is_array(value: Any) -> bool:
+    """An array of no dimensions is none of its values: reading it may wait for a device."""
+    return hasattr(value, "__cuda_array_interface__") or hasattr(value, "__dlpack__")
 
 
 def _to_odd(value: float) -> Any:

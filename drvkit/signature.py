@@ -296,7 +296,10 @@ def _pointer_packer(ctype: CType, device: str) -> _Packer:
             return value.value or 0
         elif type(value).__name__ == "CUdeviceptr":  # of the bindings
             return int(value)
-        view = None if isinstance(value, np.generic) else view_of(value)
+        try:
+            view = None if isinstance(value, np.generic) else view_of(value)
+        except BufferError as error:  # by DLPack, such as of a tensor that requires grad
+            raise Unfit(wanted, f"{said(value)}, which does not export its memory: {error}") from None
         if view is None:
             hint = "; a bare address is given as ctypes.c_void_p" if isinstance(value, (int, np.integer)) else ""
             raise Unfit(wanted, said(value) + hint)

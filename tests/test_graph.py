@@ -981,3 +981,44 @@ def test_any_name_is_quoted_in_dot(device: dk.Device, name: str) -> None:
     quoted = '"{}"'.format(name.replace("\\", "\\\\").replace('"', '\\"'))
     assert f"digraph {quoted} {{" in dot
     assert f'{quoted} -> "last";' in dot
+
+
+# ---- what is over ----------------------------------------------------------------------------------------------------
+
+
+def test_nodes_of_a_closed_graph_say_so(device: dk.Device) -> None:
+    x = ints(device, 0)
+    with dk.Graph(device, "over") as graph:
+        first = graph.memset(x, 1, name="first")
+        second = graph.memset(x, 2, name="second", after=first)
+    for use in (lambda: second.parameters, lambda: second.dependencies, lambda: graph.remove(first), graph.edges):
+        with pytest.raises(dk.ClosedError, match="graph over"):
+            use()
+
+
+def test_the_nodes_inside_of_a_removed_child_are_removed(device: dk.Device, graph: dk.Graph) -> None:
+    x = ints(device, 0)
+    with dk.Graph(device, "inner") as inner:
+        inner.memset(x, 1, name="fill")
+        child = graph.child(inner, name="kid")
+    fill, exe = graph["kid/fill"], graph.instantiate()
+    changed = exe["kid/fill"]
+    graph.remove(child)
+    assert "removed" in repr(fill)
+    with pytest.raises(dk.ClosedError, match="removed"):
+        fill.parameters  # noqa: B018 - the look-up is what fails
+    with pytest.raises(dk.GraphError, match="removed"):
+        changed.set(value=2)
+    exe.close()
+
+
+def test_bodies_of_a_graph_that_a_capture_destroyed_take_no_nodes(device: dk.Device, stream: dk.Stream) -> None:
+    x = ints(device, 0)
+    graph = dk.Graph(device, "broken")
+    body = graph.if_(graph.condition(default=1))
+    with pytest.raises(dk.GraphError, match="cuStreamSynchronize"), graph.capture(stream):
+        stream.synchronize()
+    for verb in (graph.empty, body.empty, lambda: body.memset(x, 1)):
+        with pytest.raises(dk.GraphError, match="discarded by the driver"):
+            verb()
+    graph.close()

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 import drvkit as dk
 from drvkit import dlpack
+from drvkit.scalars import Unfit, bits
 
 if TYPE_CHECKING:
     from conftest import Arrays
@@ -621,3 +622,30 @@ def test_strided_arrays_of_cupy_are_copied(device: dk.Device) -> None:
     ours.fill(-1).copy_to(theirs[:3, :4])
     assert cupy.asnumpy(theirs)[:3, :4].tolist() == [[-1] * 4] * 3
     assert cupy.asnumpy(theirs)[3:].min() == 24
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        ("float4_e2m1fn", 100.0),
+        ("float4_e2m1fn", float("inf")),
+        ("float4_e2m1fn", float("nan")),
+        ("float6_e2m3fn", 100.0),
+        ("float8_e4m3fn", float("inf")),
+        ("complex64", 10**400),
+        ("complex64", 2**24 + 1),
+        ("complex64", complex(float("inf"), 1e300)),
+    ],
+)
+def test_values_that_a_narrow_type_lacks_are_refused(dtype: str, value: complex) -> None:
+    with pytest.raises(Unfit):
+        bits(value, dtype_of(dtype) if dtype == "complex64" else np.dtype(getattr(ml_dtypes, dtype)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "largest"),
+    [("float4_e2m1fn", 6.9, 6.0), ("float6_e2m3fn", 7.55, 7.5), ("float8_e4m3fn", 448.0, 448.0)],
+)
+def test_the_largest_values_of_narrow_types_are_reached(dtype: str, value: float, largest: float) -> None:
+    narrow = np.dtype(getattr(ml_dtypes, dtype))
+    assert float(np.frombuffer(bits(value, narrow), narrow)[0]) == largest
