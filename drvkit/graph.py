@@ -666,11 +666,11 @@ class Graph(Owned):
             references = capturing.end()
             code = driver.api.cuStreamEndCapture(stream.handle)[0]
         if code:
-            breaker = driver.in_capture.refused
-            cause = (
-                f"{breaker}" if breaker else f"{type(failure).__name__}: {failure}" if failure else "a forbidden call"
-            )
+            breaker = driver.in_capture.refused  # of drvkit's own calls; the error of the end counts as one too
             end = driver.error("cuStreamEndCapture", code)
+            cause = str(breaker or end)
+            if failure is not None and breaker is None:  # a call by another library
+                cause = f"{type(failure).__name__}: {failure}"
             self._break(f"graph {self.root.name!r} was discarded by the driver: its capture was ended by {cause}")
             if self.box is not None:
                 self.box.disown()  # it is destroyed already

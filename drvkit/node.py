@@ -341,7 +341,7 @@ class _EventNode(Node):
         self.event = None
 
     def said(self) -> str:
-        return f"event {self.event.name}" if self.event else ""
+        return f"event {self.event.name}" if self.event is not None else ""
 
 
 class EventRecordNode(_EventNode):
@@ -406,7 +406,7 @@ class FreeNode(Node):
         self.buffer = None
 
     def said(self) -> str:
-        return _short(self.buffer) if self.buffer else ""
+        return _short(self.buffer) if self.buffer is not None else ""
 
 
 class ConditionalNode(Node):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections.abc import Iterator
@@ -1022,3 +1023,25 @@ def test_bodies_of_a_graph_that_a_capture_destroyed_take_no_nodes(device: dk.Dev
         with pytest.raises(dk.GraphError, match="discarded by the driver"):
             verb()
     graph.close()
+
+
+def test_every_kind_of_node_is_in_the_pictures(device: dk.Device, module: dk.Module, graph: dk.Graph) -> None:
+    x, host = device.array(X), np.zeros(N, np.float32)
+    alloc = graph.alloc(4, np.int32, name="scratch")
+    graph.free(alloc, after=graph.memset(alloc.buffer, 1, after=alloc, name="fill"), name="give back")
+    scaled(graph, module, x, x, 2.0, name="double")
+    graph.memcpy(host, x, name="copy")
+    graph.empty(name="nothing")
+    graph.host(gc.collect, name="call")
+    with device.event() as event:
+        graph.record(event, name="mark")
+        graph.wait(event, name="await")
+    graph.mem_ops([dk.WriteValue(ints(device, 0), 1)], name="write")
+    graph.if_(graph.condition(default=1, name="flag"), name="branch")
+    with dk.Graph(device, "inner") as inner:
+        graph.child(inner, name="kid")
+    for picture in (str(graph), graph.dot()):
+        for node in graph.nodes:
+            assert node.name in picture
+            assert node.kind in picture
+    assert len({node.kind for node in graph.nodes}) == 12
