@@ -300,6 +300,7 @@ class ExecNode:
         return self.node.handle
 
     def _call(self, name: str, *args: Any) -> None:
+        self.device.enter_thread()
         try:
             getattr(self.device.driver, name)(self._handle, *args)
         except DriverError as error:
@@ -341,6 +342,7 @@ class ExecKernelNode(ExecNode):
 
     def _take(self, node: Node | None) -> None:
         self._apply = self.device.driver.api.cuGraphExecKernelNodeSetParams
+        self._entered = self.device.entered
         self._kernel, self._config = self.node.kernel, self.node.config
         self._memory, self._params = bytearray(), None
         self._block, self._places = None, {}
@@ -372,6 +374,8 @@ class ExecKernelNode(ExecNode):
             signature = self._kernel.signature
             given = ((signature.locate(name), value) for name, value in arguments.items())
             check_conditions(self._kernel, given, self.node.graph.root)
+        if not self._entered.yes:
+            self.device.enter_thread()
         memory, places = self._memory, self._places
         before = memory[:]
         pointers = None
@@ -490,6 +494,7 @@ class ExecMemcpyNode(_ExecOperands):
         params = copy_params(driver, first, second)
         if params is None:
             raise self._error("there is nothing to copy: disable() it")
+        self.device.enter_thread()
         try:
             driver.cuGraphExecMemcpyNodeSetParams(self._handle, self._node_handle, params, self.device.context.handle)
         except DriverError as error:

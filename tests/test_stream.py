@@ -343,6 +343,35 @@ def makes_everything(device: dk.Device, module: dk.Module, stream: dk.Stream, y:
         own.synchronize()
 
 
+class ChangesAnExec:
+    """Every kind of change, of an exec that another thread made."""
+
+    def __init__(self, device: dk.Device, module: dk.Module, y: dk.Buffer) -> None:
+        graph, x, z = dk.Graph(device, "of another thread"), device.zeros(N, np.float32), device.zeros(N, np.float32)
+        fill = graph.memset(z, 0.0, name="fill")
+        copy = graph.memcpy(x, z, name="copy", after=fill)
+        graph.kernel(module.kernel("scale"), grid=1, block=1, args=(x, y, 1, 0.0), name="scale", after=copy)
+        self.exe, self.x, self.y = graph.instantiate(), x, y
+
+    def __call__(self, device: dk.Device, module: dk.Module, stream: dk.Stream, y: dk.Buffer) -> None:
+        self.exe["fill"].set(value=1.0)
+        self.exe["fill"].disable()
+        self.exe["copy"].set(source=y)
+        self.exe["scale"].set(alpha=2.0, n=N)
+        self.exe["scale"].configure(grid=4, block=256)
+        self.exe.launch(stream)
+        stream.synchronize()
+
+
+def test_a_thread_that_never_touched_cuda_changes_an_exec(
+    device: dk.Device, module: dk.Module, stream: dk.Stream
+) -> None:
+    y = device.array(X)
+    work = ChangesAnExec(device, module, y)
+    in_threads(lambda: work(device, module, stream, y))
+    np.testing.assert_array_equal(y.numpy(), 2 * X)
+
+
 @pytest.mark.parametrize("work", [launches, adds_nodes, copies, makes_everything])
 def test_a_thread_that_never_touched_cuda(
     device: dk.Device, module: dk.Module, stream: dk.Stream, work: Callable[..., None]
