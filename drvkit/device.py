@@ -473,9 +473,8 @@ class Stream(Owned):
             self.close()
         else:  # the block's own error is the one to tell
             if not self.closed:
-                with contextlib.suppress(
-                    DriverError
-                ):  # a stream of ours waits when it is destroyed, a foreign one here
+                # A stream of ours waits when it is destroyed, a foreign one here.
+                with contextlib.suppress(DriverError):
                     self.device.driver.cuStreamSynchronize(self.handle)
             self._shut()
 

@@ -646,7 +646,7 @@ class Graph(Owned):
         if self.node is not None and isinstance(self.node, ChildNode):
             raise GraphError(f"capture: graph {self.name!r} is a child of another graph")
         dependencies, count, _ = self._dependencies(after, name)
-        if name.__class__ is not str or not name or "/" in name or "#" in name or not name.isprintable():
+        if not _is_name(name):
             raise GraphError(f"graph {self.root.name!r}: capture: name: text without '/' and '#', not {name!r}")
         try:
             mode_value = driver.CUstreamCaptureMode.__members__[f"CU_STREAM_CAPTURE_MODE_{mode.upper()}"]
@@ -830,7 +830,7 @@ class Graph(Owned):
         return name
 
     def _check_name(self, name: str) -> None:
-        if not isinstance(name, str) or not name or "/" in name or "#" in name or not name.isprintable():
+        if not _is_name(name):
             raise GraphError(f"graph {self.root.name!r}: a node's name is text without '/' and '#', not {name!r}")
         if name in self._nodes:
             raise GraphError(f"graph {self.root.name!r} has a node {self.path + name!r} already")
@@ -883,6 +883,10 @@ class Graph(Owned):
 
     def _error(self, what: str, error: DriverError) -> GraphError:
         return GraphError(f"graph {self.root.name!r}: {what}: {error}")
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and name != "" and "/" not in name and "#" not in name and name.isprintable()
 
 
 def check_conditions(kernel: Kernel, args: Iterable[tuple[int, Any]], root: Graph) -> None:
