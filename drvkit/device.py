@@ -343,7 +343,7 @@ class Stream(Owned):
         device.streams.add(self)
         self.weak = weakref.ref(self)
         self.life = Life()
-        self.raw: Any = handle  # the CUstream, as long as it is open; launches compare it
+        self.raw: int | None = int(handle)  # the CUstream, as long as it is open; launches compare it
         self.capturing: Capturing | None = None
         self._ledger: list[object] = []  # what work may touch that no event marks yet
         self._batches: deque[tuple[Event, list[object]]] = deque()  # what it touched before each event

@@ -12,13 +12,14 @@ names the call, the code and its meaning.
 
 from __future__ import annotations
 
-import ctypes
 import re
 import threading
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any
+
+from .native import native
 
 RAW_VERSION = 13000  # CUDA version of the C prototypes that `Driver.raw` callers are written against
 
@@ -128,13 +129,13 @@ class Driver(_Door):
     def raw(self, name: str, parameters: int) -> Callable[..., int]:
         """The C function itself, for the few calls whose host cost counts or whose outputs the bindings drop.
 
-        It takes ``parameters`` integers, addresses or ``ctypes.byref`` and returns the result code as an int, which
-        the caller must check. It releases the GIL: a launch may wait for a host callback that needs it.
+        It takes ``parameters`` integers (handles and addresses) and returns the result code as an int, which the caller
+        must check. It releases the GIL: a launch may wait for a host callback that needs it.
         """
         code, address, status = self.api.cuGetProcAddress(name.encode(), RAW_VERSION, 0)
         if code or not address:
             raise DriverError(name, "NO_FUNCTION", f"this {self.needs} does not have it ({status or code})")
-        return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * parameters)(int(address))
+        return native(name, int(address), parameters)
 
 
 class Nvrtc(_Door):

@@ -8,6 +8,7 @@ Source: CUDA Driver API, "Graph Management".
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import math
 import weakref
@@ -120,7 +121,7 @@ class Graph(Owned):
         self.device = device
         self.label = label
         self._ref = weakref.ref(self)
-        self._add_kernel = device.driver.api.cuGraphAddKernelNode
+        self._add_kernel = device.driver.raw("cuGraphAddKernelNode", 5)
         self._entered = device.entered
         self._parent = weakref.ref(parent) if parent is not None else None
         self._nodes: dict[str, Node] = {}
@@ -256,13 +257,16 @@ class Graph(Owned):
             self._numbered += 1
         else:
             self._check_name(name)
-        ports = None
+        first = 0
+        several, ports = None, None
         if after is None:
-            dependencies, count = None, 0
+            count = 0
         elif after.__class__ is KernelNode and self._nodes.get(after.name) is after:
-            dependencies, count = [after.handle], 1
+            first, count = after._handle or 0, 1
         else:
-            dependencies, count, ports = self._dependencies(after, name, for_kernel=True)
+            handles, ports = self._dependencies(after, name, for_kernel=True)
+            count = len(handles)
+            several = (ctypes.c_uint64 * count)(*handles)
         signature = kernel.signature
         if kernel.device is not self.device or signature.takes_handles:
             self._check_kernel(kernel, args, name)
@@ -284,11 +288,17 @@ class Graph(Owned):
             references = signature.write(args, ready.memory, ready.base, kernel.image_box)
         except UNFIT:
             raise signature.explain(args) from None
-        code, handle = self._add_kernel(box.handle, dependencies, count, ready.node_params)
+        address = ready.nodes_address
+        if several is None:
+            ready.nodes[1] = first
+            dependencies = address + 8
+        else:
+            dependencies = ctypes.addressof(several)
+        code = self._add_kernel(address, box.raw, dependencies, count, ready.node_params_address)
         if code:
             error = kernel.refusal("cuGraphAddKernelNode", code, config)
             raise GraphError(f"graph {self.root.name!r}: kernel node {self.path + name!r}: {error}") from error
-        node = KernelNode(self._ref, handle, name, references, kernel, config, args)
+        node = KernelNode(self._ref, ready.nodes[0], name, references, kernel, config, args)
         free.append(ready)
         self._nodes[name] = node
         if attributes or ports:
@@ -301,7 +311,7 @@ class Graph(Owned):
         try:
             for identity, value in encode(driver, attributes, node=True):
                 try:
-                    driver.cuGraphKernelNodeSetAttribute(node.handle, identity, value)
+                    driver.cuGraphKernelNodeSetAttribute(node._handle, identity, value)
                 except DriverError as error:
                     word = identity.name.removeprefix("CU_LAUNCH_ATTRIBUTE_").lower()
                     raise self._error(f"kernel node {node.path!r} cannot have attribute {word}", error) from error
@@ -503,7 +513,7 @@ class Graph(Owned):
             graph._moved_into(self, node)
             node.inner = graph
         else:
-            inside = driver.cuGraphChildGraphNodeGetGraph(node.handle)
+            inside = driver.cuGraphChildGraphNodeGetGraph(node._handle)
             node.inner = Graph._inside(node, "", inside, graph.name, (self.box, graph.box))
             node.inner._adopt_clone(graph)
         return node
@@ -522,7 +532,7 @@ class Graph(Owned):
         driver = self.device.driver
         pairs: dict[Node, Node] = {}
         for name, node in original._nodes.items():
-            handle = driver.cuGraphNodeFindInClone(node.handle, self.handle)
+            handle = driver.cuGraphNodeFindInClone(node._handle, self.handle)
             twin = _copied(node, self._ref, handle)
             self._nodes[name] = pairs[node] = twin
             if isinstance(node, ChildNode) and isinstance(twin, ChildNode):
@@ -645,7 +655,8 @@ class Graph(Owned):
         stream = self.device.as_stream(stream)
         if self.node is not None and isinstance(self.node, ChildNode):
             raise GraphError(f"capture: graph {self.name!r} is a child of another graph")
-        dependencies, count, _ = self._dependencies(after, name)
+        handles, _ = self._dependencies(after, name)
+        dependencies, count = self._raw_nodes(handles), len(handles)
         if not _is_name(name):
             raise GraphError(f"graph {self.root.name!r}: capture: name: text without '/' and '#', not {name!r}")
         try:
@@ -712,12 +723,12 @@ class Graph(Owned):
         """What `Node.dependencies` and `Node.dependents` are."""
         self._check_open()
         get = getattr(self.device.driver, call)
-        _, _, count = get(node.handle)
-        return [self._node_of(handle) for handle in get(node.handle, count)[0][:count]] if count else []
+        _, _, count = get(node._handle)
+        return [self._node_of(handle) for handle in get(node._handle, count)[0][:count]] if count else []
 
     def _node_of(self, handle: Any) -> Node:
         if len(self._by_handle) != len(self._nodes):
-            self._by_handle = {int(node.handle): node for node in self._nodes.values()}
+            self._by_handle = {node._handle: node for node in self._nodes.values() if node._handle is not None}
         return self._by_handle[int(handle)]
 
     def add_edge(self, source: Node | Port, target: Node) -> None:
@@ -749,14 +760,14 @@ class Graph(Owned):
         self._own_node(node, "remove")
         if isinstance(node, ConditionalNode):
             raise self._refusal("conditional", node.name, "it cannot be removed: its condition would be left over")
-        self.device.driver.cuGraphDestroyNode(node.handle)
+        self.device.driver.cuGraphDestroyNode(node._handle)
         del self._nodes[node.name]
         self._by_handle = {}
         for body in node.bodies.values():
             for inner in body.walk():
-                inner.handle = None
+                inner._handle = None
         node.let_go()
-        node.handle = None
+        node._handle = None
 
     # Making and showing it
 
@@ -812,10 +823,10 @@ class Graph(Owned):
         if kind not in BODY_KINDS and self.label:
             allowed = ", ".join(BODY_KINDS)
             raise self._refusal(kind, name, f"the body of a conditional node may hold {allowed} nodes only")
-        dependencies, count, _ = self._dependencies(after, name)
+        handles, _ = self._dependencies(after, name)
         self.device.enter_thread()
         try:
-            handle = add(self.handle, dependencies, count, *params)
+            handle = add(self.handle, self._raw_nodes(handles), len(handles), *params)
         except DriverError as error:
             raise self._error(f"cannot add {kind} node {self.path + name!r}", error) from error
         node = node_type(self._ref, handle, name, *details)
@@ -835,13 +846,11 @@ class Graph(Owned):
         if name in self._nodes:
             raise GraphError(f"graph {self.root.name!r} has a node {self.path + name!r} already")
 
-    def _dependencies(
-        self, after: After, name: str, *, for_kernel: bool = False
-    ) -> tuple[list[Any] | None, int, list[Port]]:
+    def _dependencies(self, after: After, name: str, *, for_kernel: bool = False) -> tuple[list[int], list[Port]]:
         """Handles of the nodes to wait for, and the ports, which take edges of their own."""
         if after is None:
-            return None, 0, []
-        handles: dict[int, Any] = {}
+            return [], []
+        handles: dict[int, None] = {}
         ports: list[Port] = []
         for item in after if isinstance(after, Iterable) and not isinstance(after, Port | Mapping) else (after,):
             node = item.node if isinstance(item, Port) else item
@@ -857,8 +866,13 @@ class Graph(Owned):
                     raise self._refusal("", name, f"port {item.name!r} of {node.path!r} is for edges to kernel nodes")
                 ports.append(item)
             else:
-                handles[id(node)] = node.handle
-        return list(handles.values()), len(handles), ports
+                assert node._handle is not None
+                handles[node._handle] = None
+        return list(handles), ports
+
+    def _raw_nodes(self, handles: list[int]) -> list[Any] | None:
+        """As the bindings take lists of nodes."""
+        return [self.device.driver.CUgraphNode(handle) for handle in handles] or None
 
     def _add_port_edges(self, node: Node, ports: list[Port] | None) -> None:
         for port in ports or ():
@@ -927,5 +941,5 @@ def _copied(node: _N, graph: weakref.ref[Graph], handle: Any) -> _N:
         for slot in getattr(cls, "__slots__", ()):
             if slot not in ("__weakref__", "inner") and hasattr(node, slot):
                 setattr(twin, slot, getattr(node, slot))
-    twin._graph, twin.handle = graph, handle
+    twin._graph, twin._handle = graph, int(handle)
     return twin

@@ -109,13 +109,14 @@ def _release(serial: int, release: Callable[[], Any]) -> None:
 class Box:
     """A driver handle; ``release`` gives it back when the last reference to the box is gone, or at exit.
 
-    ``owner`` is what must outlive the handle.
+    ``raw`` is the handle as a number. ``owner`` is what must outlive the handle.
     """
 
-    __slots__ = ("__weakref__", "_finalizer", "_serial", "handle", "owner")
+    __slots__ = ("__weakref__", "_finalizer", "_serial", "handle", "owner", "raw")
 
     def __init__(self, handle: Any, release: Callable[[], Any] | None, info: Live, owner: object = None) -> None:
         self.handle, self.owner = handle, owner
+        self.raw = 0 if handle is None else int(handle)
         self._finalizer = None
         if release is not None:  # else it is somebody else's
             self._serial = next(_serial)

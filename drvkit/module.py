@@ -206,7 +206,9 @@ def _jit_log(driver: Driver, ptx: bytes) -> str:
     values = (ctypes.c_void_p * 2)(ctypes.addressof(log), len(log))
     handle = ctypes.c_void_p()
     load = driver.raw("cuModuleLoadDataEx", 5)
-    if not load(ctypes.byref(handle), ptx, len(options), options, values):  # it went through this time
+    text = ctypes.create_string_buffer(ptx)
+    at = ctypes.addressof
+    if not load(at(handle), at(text), len(options), at(options), at(values)):  # it went through this time
         driver.cuModuleUnload(driver.CUmodule(handle.value))
     return log.value.decode(errors="replace").strip()
 
@@ -231,11 +233,13 @@ class Config(NamedTuple):
 class Block(Arguments):
     """Packed arguments of one kernel, and the structs in which a launch and a graph node take them.
 
-    A launch takes one that no other thread is using, so the structs stay filled from launch to launch.
+    A launch takes one that no other thread is using, so the structs stay filled from launch to launch. The driver's
+    functions are called with their addresses.
     """
 
     __slots__ = (
         *("_launch_extents", "_node_extents", "launch_config", "node_params"),
+        *("launch_config_address", "node_params_address", "nodes", "nodes_address"),
         *("block", "config", "grid", "node_block", "node_config", "node_grid", "node_shared", "shared", "stream"),
     )
 
@@ -245,10 +249,14 @@ class Block(Arguments):
         self.node_params.func = function
         self.node_params.kernelParams = self.address
         self.launch_config = driver.CUlaunchConfig()
-        self._node_extents = (ctypes.c_char * 36).from_address(int(self.node_params.getPtr()))
-        self._launch_extents = (ctypes.c_char * 28).from_address(int(self.launch_config.getPtr()))
+        self.node_params_address = int(self.node_params.getPtr())
+        self.launch_config_address = int(self.launch_config.getPtr())
+        self._node_extents = (ctypes.c_char * 36).from_address(self.node_params_address)
+        self._launch_extents = (ctypes.c_char * 28).from_address(self.launch_config_address)
+        self.nodes = (ctypes.c_uint64 * 2)()  # CUgraphNodes: where a new one comes out, and one that it waits for
+        self.nodes_address = ctypes.addressof(self.nodes)
         # What the structs are filled for, as the caller gave it: the same objects again need no second look.
-        self.stream: Any = None  # a CUstream: holding the Stream would keep it open
+        self.stream: int | None = None  # a CUstream: holding the Stream would keep it open
         self.grid: Any = None
         self.block: Any = None
         self.shared: Any = None
@@ -300,7 +308,8 @@ class Kernel:
     ) -> None:
         self.device, self.name, self.symbol = module.device, name, symbol
         self._function: Any = function
-        self._launch = self.device.driver.api.cuLaunchKernelEx
+        self._entry = int(function)
+        self._launch = self.device.driver.raw("cuLaunchKernelEx", 4)
         self._closed_as = f"{module.info} is closed, and kernel {name!r} with it"
         self.image_box: Box | None = loaded.box
         self.signature = self._read_signature(loaded, declared)
@@ -338,6 +347,7 @@ class Kernel:
 
     def _close(self) -> None:
         self._function = self.image_box = None
+        self._entry = 0
         self._free_blocks.clear()  # they know the function
 
     @property
@@ -451,7 +461,7 @@ class Kernel:
             references = self.signature.write(args, ready.memory, ready.base, self.image_box)
         except UNFIT:
             raise self.signature.explain(args) from None
-        code = self._launch(ready.launch_config, self._function, ready.address, 0)[0]
+        code = self._launch(ready.launch_config_address, self._entry, ready.address, 0)
         free.append(ready)
         if code:
             raise self.refusal("cuLaunchKernelEx", code, ready.config)
@@ -599,14 +609,15 @@ class Launch:
         self._held["kernel"] = kernel.image_box, held(config.attributes)
         self._address = self._arguments.address
         self._launch_config = kernel._launch_config(config, stream)
-        self._call = kernel.device.driver.api.cuLaunchKernelEx
+        self._launch_config_address = int(self._launch_config.getPtr())
+        self._launch = kernel._launch
         kernel.handle  # noqa: B018 - refuses a closed one
 
     def __call__(self) -> None:
         stream, kernel = self.stream, self.kernel
         if stream.box is None:
             raise ClosedError(f"{stream.info} is closed")
-        code = self._call(self._launch_config, kernel._function, self._address, 0)[0]
+        code = self._launch(self._launch_config_address, kernel._entry, self._address, 0)
         if code:
             raise kernel.refusal("cuLaunchKernelEx", code, self.config)
         if stream.newest is not self._held:

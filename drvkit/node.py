@@ -61,22 +61,27 @@ class Node:
     Attributes:
         graph: the graph, or the body, that it is in.
         name: unique in that graph.
-        handle: the raw ``CUgraphNode``.
         held: what it keeps alive.
     """
 
-    __slots__ = ("__weakref__", "_graph", "handle", "held", "name")
+    __slots__ = ("__weakref__", "_graph", "_handle", "held", "name")
     kind: ClassVar[str] = "node"
 
     def __init__(self, graph: weakref.ref[Graph], handle: Any, name: str, held: tuple[object, ...] = ()) -> None:
-        self._graph, self.handle, self.name, self.held = graph, handle, name, held
+        self._graph, self.name, self.held = graph, name, held
+        self._handle: int | None = int(handle)  # None when it was removed
+
+    @property
+    def handle(self) -> Any:
+        """The raw ``CUgraphNode``."""
+        return self.graph.device.driver.CUgraphNode(self._handle)
 
     @property
     def graph(self) -> Graph:
         graph = self._graph()  # weak: graphs hold their nodes, and must go as soon as nobody holds them
         if graph is None:
             raise ClosedError(f"the graph of node {self.name!r} is gone")
-        if self.handle is None:
+        if self._handle is None:
             raise ClosedError(f"node {self.name!r} was removed from graph {graph.root.name!r}")
         return graph
 
@@ -111,7 +116,7 @@ class Node:
         graph = self.graph
         graph._check_open()
         read = _READ.get(self.kind)
-        return read(graph.device.driver, self.handle) if read else {}
+        return read(graph.device.driver, self._handle) if read else {}
 
     def let_go(self) -> None:
         """Hold nothing any more: its graph is closed, or it was removed from it."""
@@ -129,7 +134,7 @@ class Node:
         return {}
 
     def __repr__(self) -> str:
-        if self.handle is None or self._graph() is None:
+        if self._handle is None or self._graph() is None:
             return f"<{type(self).__name__} {self.name!r}, removed>"
         return f"<{type(self).__name__} {self.path!r} of graph {self.graph.root.name!r}>"
 
@@ -144,14 +149,14 @@ class KernelNode(Node):
     def __init__(
         self,
         graph: weakref.ref[Graph],
-        handle: Any,
+        handle: int,
         name: str,
         held: tuple[object, ...],
         kernel: Kernel,
         config: Config,
         args: tuple[Any, ...],
     ) -> None:
-        self._graph, self.handle, self.name, self.held = graph, handle, name, held
+        self._graph, self._handle, self.name, self.held = graph, handle, name, held
         self.kernel, self.config, self.args = kernel, config, args
 
     def let_go(self) -> None:
@@ -169,7 +174,7 @@ class KernelNode(Node):
         """``kernel``, ``grid``, ``block``, ``shared_mem_bytes`` and ``args`` by name (pointers as addresses)."""
         graph = self.graph
         graph._check_open()
-        return kernel_parameters(graph.device.driver, self.handle, self.kernel.signature)
+        return kernel_parameters(graph.device.driver, self._handle, self.kernel.signature)
 
     def said(self) -> str:
         names = [p.name or str(p.index) for p in self.kernel.signature.parameters]

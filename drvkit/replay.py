@@ -94,7 +94,7 @@ class Exec(Owned):
         self._nodes = dict(paths)
         release = partial(device.context.call, driver.cuGraphExecDestroy, handle)
         self._own(handle, release, graph.name, (graph.box, self._kept))
-        self._launch = driver.api.cuGraphLaunch
+        self._launch = driver.raw("cuGraphLaunch", 2)
         self._device_launch = device_launch
         self._newest_stream: Callable[[], Stream | None] = lambda: None
         self._exec_nodes: dict[str, ExecNode] = {}
@@ -107,10 +107,10 @@ class Exec(Owned):
         """Queue one run of it on ``stream``. Runs of one exec follow each other, on whatever streams."""
         if stream.__class__ is not Stream or stream.device is not self.device:
             stream = self.device.as_stream(stream)
-        box, stream_box = self.box, stream.box
-        if box is None or stream_box is None:
+        box, stream_raw = self.box, stream.raw
+        if box is None or stream_raw is None:
             raise ClosedError(f"{(self if box is None else stream).info} is closed")
-        code = self._launch(box.handle, stream_box.handle)[0]
+        code = self._launch(box.raw, stream_raw)
         if code:
             error = self.device.driver.error("cuGraphLaunch", code)
             raise GraphError(f"exec of graph {self.name!r}: {error}") from error
@@ -181,7 +181,7 @@ class Exec(Owned):
         driver = self.device.driver
         info = _UpdateInfo()
         with self.device.context:
-            code = driver.raw("cuGraphExecUpdate", 3)(int(self.handle), int(graph.handle), ctypes.byref(info))
+            code = driver.raw("cuGraphExecUpdate", 3)(int(self.handle), int(graph.handle), ctypes.addressof(info))
         if code:
             raise self._update_error(graph, driver.error("cuGraphExecUpdate", code), info)
         self._take_over("", graph)
@@ -200,7 +200,7 @@ class Exec(Owned):
     def _update_error(self, graph: Graph, error: DriverError, info: _UpdateInfo) -> GraphError:
         driver = self.device.driver
         paths = (*self._nodes.items(), *graph.paths())
-        names = {int(node.handle): path for path, node in paths if node.handle is not None}
+        names = {node._handle: path for path, node in paths if node._handle is not None}
         try:
             reason = driver.CUgraphExecUpdateResult(info.result).name.removeprefix("CU_GRAPH_EXEC_UPDATE_ERROR_")
         except ValueError:
@@ -235,7 +235,7 @@ _UPDATE_REASONS = {
 
 def _instantiate_error(graph: Graph, nodes: Sequence[Node], params: Any, error: DriverError) -> GraphError:
     culprit = int(params.hErrNode_out or 0)
-    path = next((node.path for node in nodes if int(node.handle) == culprit), None)
+    path = next((node.path for node in nodes if node._handle == culprit), None)
     where = f" at node {path!r}" if path else ""
     reason = getattr(params.result_out, "name", str(params.result_out)).removeprefix("CUDA_GRAPH_INSTANTIATE_")
     hint = ""
@@ -294,10 +294,10 @@ class ExecNode:
         return self._box.handle
 
     @property
-    def _node_handle(self) -> Any:
-        if self.node.handle is None:
+    def _node_handle(self) -> int:
+        if self.node._handle is None:
             raise self._error("it was removed from its graph, so that it can no longer be changed")
-        return self.node.handle
+        return self.node._handle
 
     def _call(self, name: str, *args: Any) -> None:
         self.device.enter_thread()
@@ -338,18 +338,19 @@ class ExecKernelNode(ExecNode):
 
     node: KernelNode
     _block: Block | None  # the parameters that the exec has; None: not known
+    _params_address: int | None
     _places: dict[str, tuple[int, Callable[[bytearray, int, Any], None], bool]]
 
     def _take(self, node: Node | None) -> None:
-        self._apply = self.device.driver.api.cuGraphExecKernelNodeSetParams
+        self._apply = self.device.driver.raw("cuGraphExecKernelNodeSetParams", 3)
         self._entered = self.device.entered
         self._kernel, self._config = self.node.kernel, self.node.config
-        self._memory, self._params = bytearray(), None
+        self._memory, self._params, self._params_address = bytearray(), None, None
         self._block, self._places = None, {}
         self._takes_handles = self._kernel.signature.takes_handles
-        if isinstance(node, KernelNode) and node.handle is not None:
+        if isinstance(node, KernelNode) and node._handle is not None:
             driver = self.device.driver
-            params = driver.cuGraphKernelNodeGetParams(node.handle)
+            params = driver.cuGraphKernelNodeGetParams(node._handle)
             block = Block(node.kernel.signature, driver, params.func)
             for index, packed in enumerate(packed_values(params, node.kernel.signature)):
                 block.swap(index, packed)
@@ -359,6 +360,7 @@ class ExecKernelNode(ExecNode):
     def _use(self, kernel: Kernel, config: Config, block: Block) -> None:
         self._kernel, self._config, self._block = kernel, config, block
         self._memory, self._params = block.memory, block.node_params
+        self._params_address = block.node_params_address
         self._takes_handles = kernel.signature.takes_handles
         signature, base = kernel.signature, block.base
         self._places = {  # where it is in the block's memory, how it is written, whether it is a pointer
@@ -385,10 +387,10 @@ class ExecKernelNode(ExecNode):
                 put(memory, at, value)
                 if is_pointer:
                     pointers = [*(pointers or ()), (name, holder(value))]
-            handle = self.node.handle
+            handle = self.node._handle
             if handle is None:
                 handle = self._node_handle  # tells that it was removed
-            code = self._apply(self._box.handle, handle, self._params)[0]  # type: ignore[union-attr]
+            code = self._apply(self._box.raw, handle, self._params_address)  # type: ignore[union-attr]
         except BaseException as error:
             memory[:] = before
             self._explain(arguments, error)

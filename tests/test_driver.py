@@ -174,8 +174,8 @@ def test_a_raw_function_takes_integers_and_gives_the_code() -> None:
 
     door = driver(cuGetProcAddress=find)
     out = ctypes.c_int()
-    assert door.raw("cuThing", 2)(2, ctypes.byref(out)) == 2
-    assert door.raw("cuThing", 2)(0, ctypes.byref(out)) == 0
+    assert door.raw("cuThing", 2)(2, ctypes.addressof(out)) == 2
+    assert door.raw("cuThing", 2)(0, ctypes.addressof(out)) == 0
     assert out.value == 7
     assert seen == [("cuThing", 13000)], "it is looked up once"
 

@@ -13,7 +13,19 @@ PACKAGE = Path(drvkit.__file__).resolve().parent
 
 # In the order in which data goes through them: each imports only from those before it.
 ORDER = (
-    *("driver", "lifetime", "device", "dlpack", "scalars", "memory", "source", "build", "signature", "attributes"),
+    *(
+        "native",
+        "driver",
+        "lifetime",
+        "device",
+        "dlpack",
+        "scalars",
+        "memory",
+        "source",
+        "build",
+        "signature",
+        "attributes",
+    ),
     *("module", "node", "show", "graph", "replay", "ops", "ref"),
 )
 

@@ -1,0 +1,103 @@
+"""C functions as Python functions, compiled or through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import drvkit.native
+from drvkit.native import native
+
+ADDRESS = (1 << 64) - 1
+
+
+@pytest.fixture(params=["compiled", "ctypes"])
+def bind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[..., int]]:
+    """`native`, of a Python function that is called through C."""
+    if request.param == "ctypes":
+        monkeypatch.setattr(drvkit.native, "_compiler", lambda: None)
+    kept = []
+
+    def make(function: Callable[..., int], parameters: int) -> Callable[..., int]:
+        callback = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * parameters)(function)
+        kept.append(callback)
+        return native("function", ctypes.cast(callback, ctypes.c_void_p).value or 0, parameters)
+
+    return make
+
+
+def test_llvmlite_is_used_where_it_is_installed() -> None:
+    pytest.importorskip("llvmlite")
+    absolute = ctypes.cast(ctypes.pythonapi.PyLong_FromLong, ctypes.c_void_p).value or 0
+    assert type(native("PyLong_FromLong", absolute, 1)).__name__ == "builtin_function_or_method"
+
+
+@pytest.mark.parametrize("parameters", [0, 1, 2, 5, 9])
+def test_arguments_arrive_in_their_order(bind: Any, parameters: int) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def function(*args: int) -> int:
+        seen.append(args)
+        return 7
+
+    args = tuple(range(1, parameters + 1))
+    assert bind(function, parameters)(*args) == 7
+    assert seen == [args]
+
+
+@pytest.mark.parametrize("value", [0, 1, 1 << 40, (1 << 63) - 1, 1 << 63, ADDRESS])
+def test_an_argument_has_64_bits(bind: Any, value: int) -> None:
+    assert bind(lambda x: x == value, 1)(value) == 1
+
+
+@pytest.mark.parametrize("result", [0, 1, 300, 999, -1, -(1 << 31), (1 << 31) - 1])
+def test_the_result_has_32_bits_and_a_sign(bind: Any, result: int) -> None:
+    assert bind(lambda: result, 0)() == result
+
+
+@pytest.mark.parametrize("args", [(), (1, 2), ("1",), (None,), (1.0,)])
+def test_what_does_not_fit_is_not_called(bind: Any, args: tuple[Any, ...]) -> None:
+    called: list[int] = []
+
+    def note(x: int) -> int:
+        called.append(x)
+        return 0
+
+    function = bind(note, 1)
+    if args == (1, 2) and type(function).__name__ != "builtin_function_or_method":
+        pytest.skip("ctypes lets more arguments through")
+    with pytest.raises((TypeError, ctypes.ArgumentError)):
+        function(*args)
+    assert called == []
+
+
+def test_nothing_leaks(bind: Any) -> None:
+    value = int("9" * 18)
+    function = bind(lambda a, b: 1000, 2)
+    function(value, 1 << 50)
+    before = sys.getrefcount(value)
+    for _ in range(1000):
+        function(value, 1 << 50)
+    gc.collect()
+    assert sys.getrefcount(value) == before
+
+
+def test_other_threads_run_meanwhile() -> None:
+    """A launch may wait for a host callback, which needs the interpreter."""
+    libc = ctypes.CDLL(None)
+    sleep = native("usleep", ctypes.cast(libc.usleep, ctypes.c_void_p).value or 0, 1)
+    thread = threading.Thread(target=sleep, args=(300_000,))
+    begin = time.monotonic()
+    thread.start()
+    ticks = 0
+    while thread.is_alive():
+        ticks += 1
+        time.sleep(0.001)
+    assert ticks > 20, f"{ticks} in {time.monotonic() - begin:.2f} s"
