@@ -65,7 +65,7 @@ class _Compiler:
     def built_in(self, name: str, address: int, parameters: int) -> Callable[..., int]:
         engine = self.llvm.create_mcjit_compiler(
             self.llvm.parse_assembly(_wrapper(address, parameters)),
-            self.llvm.Target.from_default_triple().create_target_machine(),
+            self.llvm.Target.from_default_triple().create_target_machine(opt=0),  # there is nothing to optimize
         )
         engine.finalize_object()
         definition = _MethodDef(name.encode(), engine.get_function_address("wrapper"), METH_FASTCALL, None)
