@@ -10,7 +10,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache as cached
@@ -191,7 +191,7 @@ class Cache:
             self.problem = None
 
     def clear(self) -> None:
-        """Removes all entries; other files in the directory stay."""
+        """Removes all entries; whatever else is in the directory stays."""
         for path, _ in self._files():
             path.unlink(missing_ok=True)
 
@@ -225,7 +225,8 @@ class Cache:
             for entry in entries:
                 if entry.name.endswith((self._ENTRY, self._TEMPORARY)):
                     with suppress(FileNotFoundError):
-                        yield Path(entry.path), entry.stat()
+                        if entry.is_file(follow_symlinks=False):
+                            yield Path(entry.path), entry.stat(follow_symlinks=False)
 
 
 DEFAULT_CACHE = Cache()
@@ -255,10 +256,17 @@ def build(
     Raises:
         CompileError: with the log and the lines in question.
         ValueError: an arch or an option that cannot be.
+        TypeError: an argument of another type, named.
     """
-    for given in (names, options):
-        if isinstance(given, str):
-            raise TypeError(f"a sequence of str is wanted, not the one str {given!r}")
+    if not isinstance(source, Source):
+        hint = "; Source.find(name) gives one" if isinstance(source, str | os.PathLike) else ""
+        raise TypeError(f"build: source: wanted a Source, got {source!r}{hint}")
+    names, options = _texts("names", names), _texts("options", options)
+    for what, text, example in (("arch", arch, "sm_90a"), ("std", std, "c++17")):
+        if not isinstance(text, str):
+            raise TypeError(f"build: {what}: wanted text such as {example!r}, got {text!r}")
+    if cache is not None and not isinstance(cache, Cache):
+        raise TypeError(f"build: cache: wanted a Cache or None, got {cache!r}")
     if kind not in ("cubin", "ptx"):
         raise ValueError(f"kind: wanted cubin or ptx, got {kind!r}")
     arch = _checked_arch(arch, kind)
@@ -286,6 +294,16 @@ def build(
     if cache:
         cache.store(key, {"lowered": lowered, "log": log}, data)
     return Image(kind, arch, data, lowered, source, log)
+
+
+def _texts(what: str, given: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(given, str):
+        raise TypeError(f"build: {what}: a sequence of str is wanted, not the one str {given!r}")
+    texts = tuple(given) if isinstance(given, Iterable) else (given,)
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"build: {what}: wanted a sequence of str, got {text!r}")
+    return texts
 
 
 def _key(source: Source, names: Sequence[str], automatic: bool, kind: str, flags: Sequence[str]) -> str:

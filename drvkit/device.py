@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # the verbs below that reach further down import when they ar
 __all__ = ["Device", "Event", "Stream"]
 
 HELD_PER_BATCH = 512  # pending references of a stream before it marks them with an event
+DEFAULT_STREAMS = (0, 1, 2)  # the null stream, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD
 
 
 class Context:
@@ -41,10 +42,22 @@ class Context:
 
     def __enter__(self) -> Context:
         self.driver.cuCtxPushCurrent(self.handle)
+        here = self.driver.entered
+        here.outer.append(here.context)
+        here.context = self
         return self
 
     def __exit__(self, *_: object) -> None:
+        here = self.driver.entered
+        here.context = here.outer.pop()
         self.driver.cuCtxPopCurrent()
+
+    def enter_thread(self) -> None:
+        """Make it the calling thread's current one from now on, if it is not the newest that drvkit made so there."""
+        here = self.driver.entered
+        if here.context is not self:
+            self.driver.cuCtxSetCurrent(self.handle)
+            here.context = self
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         """``function(*args)`` inside of it. For releases: the last reference may go in a thread that has no context."""
@@ -83,6 +96,7 @@ class Device:
         if ordinal >= count:
             raise ValueError(f"no device {identity!r}: the driver has {count} of kind {kind!r}")
         self.driver = driver
+        self.alone = count == 1
         self.ordinal = ordinal
         self.id = identity  # "cuda:0"
         self.handle = driver.cuDeviceGet(ordinal)
@@ -94,17 +108,15 @@ class Device:
         self._attributes: dict[str, int] = {}
         self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._foreign_streams: dict[int, Stream] = {}
-        self.entered = _Entered()
         self.enter_thread()
 
     def enter_thread(self) -> None:
-        """See to it that the calling thread has a current context.
+        """See to it that the calling thread's current context is this device's.
 
-        Some graph calls crash in a thread that never had one. Costs a thread-local read when it has.
+        Some graph calls crash in a thread that never had one, and the default streams are those of the current one.
+        Costs a thread-local read when it is.
         """
-        if not self.entered.yes:
-            self.driver.cuCtxSetCurrent(self.context.handle)
-            self.entered.yes = True
+        self.context.enter_thread()
 
     # What it is
 
@@ -143,6 +155,28 @@ class Device:
         with self.context:
             free, total = self.driver.cuMemGetInfo()
         return int(free), int(total)
+
+    def locate(self, address: int) -> int | None:
+        """The ordinal of the device whose memory is at ``address``.
+
+        None for memory that all of them reach (page-locked, managed), for an address that the driver does not know, and
+        where there is but one device.
+        """
+        if self.alone:
+            return None
+        driver, names = self.driver, self.driver.CUpointer_attribute
+        try:
+            with self.context:
+                kind = driver.cuPointerGetAttribute(names.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
+                if int(kind) != int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE):
+                    return None
+                if driver.cuPointerGetAttribute(names.CU_POINTER_ATTRIBUTE_IS_MANAGED, address):
+                    return None
+                return int(driver.cuPointerGetAttribute(names.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address))
+        except DriverError as error:
+            if error.code != "CUDA_ERROR_INVALID_VALUE":
+                raise
+            return None
 
     # What it makes
 
@@ -224,25 +258,25 @@ class Device:
         if isinstance(stream, Stream):
             if stream.device is not self:
                 raise ValueError(f"stream {stream.name} belongs to {stream.device.id}, not to {self.id}")
+            stream.enter_thread()
             return stream
         protocol = getattr(stream, "__cuda_stream__", None)
         if protocol is None:
             raise TypeError(f"wanted a stream (drvkit's, or any with __cuda_stream__), got {type(stream).__name__}")
         pair = protocol() if callable(protocol) else protocol
         address = int(pair[1])
-        if address not in self._foreign_streams:
-            self._foreign_streams[address] = Stream._borrow(self, address)
-        return self._foreign_streams[address]
+        known = self._foreign_streams.get(address)
+        if known is None:
+            kind = DefaultStream if address in DEFAULT_STREAMS else Stream
+            known = self._foreign_streams.setdefault(address, kind._borrow(self, address))
+        known.enter_thread()
+        return known
 
     def __repr__(self) -> str:
         return f"<Device {self.id}>"
 
     def __reduce__(self) -> tuple[type[Device], tuple[str]]:
         return Device, (self.id,)
-
-
-class _Entered(threading.local):
-    yes = False
 
 
 class Capturing:
@@ -316,6 +350,10 @@ class Life:
     over = False
 
 
+class _Raw(int):
+    """A handle as a number that is one object for each owner: equal small integers are one and the same."""
+
+
 class Stream(Owned):
     """A queue of device work, done in order.
 
@@ -343,13 +381,20 @@ class Stream(Owned):
         device.streams.add(self)
         self.weak = weakref.ref(self)
         self.life = Life()
-        self.raw: int | None = int(handle)  # the CUstream, as long as it is open; launches compare it
+        self.raw: int | None = _Raw(handle)  # the CUstream, as long as it is open; launches compare its identity
         self.capturing: Capturing | None = None
         self._ledger: list[object] = []  # what work may touch that no event marks yet
         self._batches: deque[tuple[Event, list[object]]] = deque()  # what it touched before each event
         self.pending: list[object] | None = self._ledger  # where to add to: launches do so directly; None when closed
         self._lock = threading.Lock()  # for taking out; adding needs none
         self.newest: object = None  # the newest of ``pending``, so that replays of one thing need not add it again
+
+    def enter_thread(self) -> None:
+        """See to it that the calling thread can queue work on it: an ordinary stream knows its context."""
+
+    def in_thread(self, call: Callable[..., int]) -> Callable[..., int]:
+        """``call``, which queues work on it, for any thread."""
+        return call
 
     def _capture_in(self, capturing: Capturing | None) -> None:
         """While a stream is captured its work is not in flight, but in a graph: that holds the references."""
@@ -480,6 +525,25 @@ class Stream(Owned):
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, int(self.handle)
+
+
+class DefaultStream(Stream):
+    """One of the `DEFAULT_STREAMS`: its handle means a stream of the calling thread's current context."""
+
+    def enter_thread(self) -> None:
+        self.device.context.enter_thread()
+
+    def in_thread(self, call: Callable[..., int]) -> Callable[..., int]:
+        def entered(*args: int) -> int:
+            self.enter_thread()
+            return call(*args)
+
+        return entered
+
+    @property
+    def handle(self) -> Any:
+        self.enter_thread()
+        return super().handle
 
 
 def _destroy_stream(driver: Driver, handle: Any, life: Life) -> None:

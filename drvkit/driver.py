@@ -97,6 +97,14 @@ class _InCapture(threading.local):
     refused: DriverError | None = None  # the newest call of this thread that was refused because a stream was captured
 
 
+class _Entered(threading.local):
+    """What drvkit made current in this thread."""
+
+    def __init__(self) -> None:
+        self.context: object = None  # the newest
+        self.outer: list[object] = []  # those around the blocks that are being executed
+
+
 class Driver(_Door):
     """The driver API for one kind of device.
 
@@ -111,6 +119,9 @@ class Driver(_Door):
         super().__init__(api)
         self.kind = kind
         self.in_capture = _InCapture()
+        self.entered = _Entered()
+        self._raw: dict[tuple[str, int], Callable[..., int]] = {}
+        self._raw_lock = threading.RLock()
 
     def error(self, call: str, code: Any) -> DriverError:
         """The `DriverError` for a result code, given as the enum or as the number that a raw function returned."""
@@ -125,13 +136,21 @@ class Driver(_Door):
             self.in_capture.refused = error
         return error
 
-    @cache  # noqa: B019 - a driver lives as long as the process
     def raw(self, name: str, parameters: int) -> Callable[..., int]:
         """The C function itself, for the few calls whose host cost counts or whose outputs the bindings drop.
 
         It takes ``parameters`` integers (handles and addresses) and returns the result code as an int, which the caller
         must check. It releases the GIL: a launch may wait for a host callback that needs it.
         """
+        function = self._raw.get((name, parameters))
+        if function is None:
+            with self._raw_lock:  # one function for all threads
+                function = self._raw.get((name, parameters))
+                if function is None:
+                    function = self._raw[name, parameters] = self._bound(name, parameters)
+        return function
+
+    def _bound(self, name: str, parameters: int) -> Callable[..., int]:
         code, address, status = self.api.cuGetProcAddress(name.encode(), RAW_VERSION, 0)
         if code or not address:
             raise DriverError(name, "NO_FUNCTION", f"this {self.needs} does not have it ({status or code})")

@@ -23,7 +23,7 @@ from . import show
 from .attributes import Attributes, encode, held
 from .device import Capturing, Device, Event, Stream
 from .driver import Driver, DriverError
-from .lifetime import ClosedError, Owned, ReleaseLater
+from .lifetime import Box, ClosedError, Owned, ReleaseLater
 from .memory import Buffer, copy_params, fill_params, view_of
 from .module import Kernel, Module, shared_module
 from .node import (
@@ -122,7 +122,7 @@ class Graph(Owned):
         self.label = label
         self._ref = weakref.ref(self)
         self._add_kernel = device.driver.raw("cuGraphAddKernelNode", 5)
-        self._entered = device.entered
+        self._entered, self._context = device.driver.entered, device.context
         self._parent = weakref.ref(parent) if parent is not None else None
         self._nodes: dict[str, Node] = {}
         self._by_handle: dict[int, Node] = {}  # made anew when it is asked for and nodes have come or gone
@@ -270,8 +270,11 @@ class Graph(Owned):
         signature = kernel.signature
         if kernel.device is not self.device or signature.takes_handles:
             self._check_kernel(kernel, args, name)
-        if not self._entered.yes:
-            self.device.enter_thread()
+        if self._entered.context is not self._context:
+            self._context.enter_thread()
+        image = kernel.image_box  # as `Kernel.image_in_use`
+        if image is None:
+            raise ClosedError(kernel._closed_as)
         free = kernel._free_blocks
         ready = free.pop() if free else kernel._new_block()
         config = ready.node_config
@@ -285,7 +288,7 @@ class Graph(Owned):
             config = kernel.config(grid, block, shared_mem_bytes, attributes)
             ready.configure_node(config, grid, block, shared_mem_bytes)
         try:
-            references = signature.write(args, ready.memory, ready.base, kernel.image_box)
+            references = signature.write(args, ready.memory, ready.base, image)
         except UNFIT:
             raise signature.explain(args) from None
         address = ready.nodes_address
@@ -500,8 +503,8 @@ class Graph(Owned):
             raise self._refusal("child", name, f"graph {graph.name!r} is part of graph {self.root.name!r}")
         if graph.node is not None:
             raise self._refusal("child", name, f"graph {graph.name!r} is inside of another graph")
-        source = graph.handle
-        add = partial(_add_moved if move else _add_cloned, driver, source)
+        source = graph._in_use()
+        add = partial(_add_moved if move else _add_cloned, driver, source.handle)
         try:
             node = self._add("child", name, after, add, (), ChildNode)
         except GraphError as error:
@@ -510,18 +513,16 @@ class Graph(Owned):
                 raise GraphError(f"{error}; {hint}") from error.__cause__
             raise
         if move:
-            graph._moved_into(self, node)
+            graph._moved_into(self, node, source)
             node.inner = graph
         else:
             inside = driver.cuGraphChildGraphNodeGetGraph(node._handle)
-            node.inner = Graph._inside(node, "", inside, graph.name, (self.box, graph.box))
+            node.inner = Graph._inside(node, "", inside, graph.name, (self.box, source))
             node.inner._adopt_clone(graph)
         return node
 
-    def _moved_into(self, parent: Graph, node: ChildNode) -> None:
-        """From now on the parent destroys it."""
-        assert self.box is not None
-        box = self.box
+    def _moved_into(self, parent: Graph, node: ChildNode, box: Box) -> None:
+        """From now on the parent destroys it, whose box this is."""
         box.disown()
         box.owner = (box.owner, parent.box)  # an exec that was made of it before holds the parent now
         self._parent = weakref.ref(node)
@@ -554,7 +555,8 @@ class Graph(Owned):
                 raise GraphError(
                     f"graph {self.name!r} cannot be cloned: {node.kind} node {node.path!r} exists only once"
                 )
-        handle = driver.cuGraphClone(self.handle)
+        box = self._in_use()
+        handle = driver.cuGraphClone(box.handle)
         copy = Graph.__new__(Graph)
         copy._begin(self.device, None, "")
         copy._own(
@@ -568,9 +570,8 @@ class Graph(Owned):
         if default is not None and (not hasattr(default, "__index__") or not 0 <= default < 1 << 32):
             raise ValueError(f"graph {self.root.name!r}: condition default: wanted 0..2**32-1, got {default!r}")
         flags = 0 if default is None else driver.CU_GRAPH_COND_ASSIGN_DEFAULT
-        handle = driver.cuGraphConditionalHandleCreate(
-            self.handle, self.device.context.handle, int(default or 0), flags
-        )
+        box = self._in_use()
+        handle = driver.cuGraphConditionalHandleCreate(box.handle, self.device.context.handle, int(default or 0), flags)
         name = name or f"condition{self._numbered}"
         self._numbered += 1
         return Condition(self, int(handle), default, name)
@@ -694,9 +695,9 @@ class Graph(Owned):
             raise failure
 
     def _driver_nodes(self) -> list[Any]:
-        driver = self.device.driver
-        _, count = driver.cuGraphGetNodes(self.handle)
-        return list(driver.cuGraphGetNodes(self.handle, count)[0]) if count else []
+        driver, box = self.device.driver, self._in_use()
+        _, count = driver.cuGraphGetNodes(box.handle)
+        return list(driver.cuGraphGetNodes(box.handle, count)[0]) if count else []
 
     def _adopt_captured(self, handle: Any, name: str, references: tuple[object, ...]) -> None:
         kind = self.device.driver.cuGraphNodeGetType(handle).name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
@@ -708,11 +709,11 @@ class Graph(Owned):
 
     def edges(self) -> list[Edge]:
         """Its edges, as the driver has them."""
-        driver = self.device.driver
-        _, _, _, count = driver.cuGraphGetEdges(self.handle)
+        driver, box = self.device.driver, self._in_use()
+        _, _, _, count = driver.cuGraphGetEdges(box.handle)
         if not count:
             return []
-        sources, targets, data, _ = driver.cuGraphGetEdges(self.handle, count)
+        sources, targets, data, _ = driver.cuGraphGetEdges(box.handle, count)
         ports = {number: name for name, number in PORTS.items()}
         return [
             Edge(self._node_of(a), self._node_of(b), ports.get(int(d.from_port), str(d.from_port)))
@@ -740,12 +741,12 @@ class Graph(Owned):
         self._change_edge("remove", "cuGraphRemoveDependencies", source, target)
 
     def _change_edge(self, verb: str, call: str, source: Node | Port, target: Node) -> None:
-        driver = self.device.driver
+        driver, box = self.device.driver, self._in_use()
         node, port = (source.node, source.name) if isinstance(source, Port) else (source, "full")
         self._own_node(node, "edge")
         self._own_node(target, "edge")
         try:
-            getattr(driver, call)(self.handle, [node.handle], [target.handle], [_edge_data(driver, port)], 1)
+            getattr(driver, call)(box.handle, [node.handle], [target.handle], [_edge_data(driver, port)], 1)
         except DriverError as error:
             what = f"cannot {verb} the edge from {node.path!r} ({port}) to {target.path!r}"
             raise self._error(what, error) from error
@@ -818,7 +819,7 @@ class Graph(Owned):
         node_type: Callable[..., _N],
         *details: Any,
     ) -> _N:
-        self._check_open()
+        box = self._in_use()
         name = self._name(kind, name)
         if kind not in BODY_KINDS and self.label:
             allowed = ", ".join(BODY_KINDS)
@@ -826,7 +827,7 @@ class Graph(Owned):
         handles, _ = self._dependencies(after, name)
         self.device.enter_thread()
         try:
-            handle = add(self.handle, self._raw_nodes(handles), len(handles), *params)
+            handle = add(box.handle, self._raw_nodes(handles), len(handles), *params)
         except DriverError as error:
             raise self._error(f"cannot add {kind} node {self.path + name!r}", error) from error
         node = node_type(self._ref, handle, name, *details)

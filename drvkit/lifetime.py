@@ -153,8 +153,14 @@ class Owned:
     @property
     def handle(self) -> Any:
         """The raw driver value."""
+        return self._in_use().handle
+
+    def _in_use(self) -> Box:
+        """Its box, to hold while the driver works with the handle: another thread may close this meanwhile."""
+        box = self.box
         self._check_open()
-        return self.box.handle  # type: ignore[union-attr]
+        assert box is not None
+        return box
 
     def _check_open(self) -> None:
         if self.box is None:

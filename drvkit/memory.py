@@ -416,6 +416,7 @@ class View(NamedTuple):
     strides: tuple[int, ...]  # bytes
     on_host: bool = False  # host memory that the caller handed over as a host array
     readonly: bool = False
+    device: int | None = None  # the ordinal of the device that it is on, where the operand says that
 
     @property
     def contiguous(self) -> bool:
@@ -449,9 +450,10 @@ def view_of(operand: Any) -> View | None:
         address, readonly = interface["data"]
         return View(int(address or 0), dtype, shape, tuple(strides), False, bool(readonly))
     if hasattr(operand, "__dlpack__") and hasattr(operand, "__dlpack_device__"):
-        kind, _ = operand.__dlpack_device__()
+        kind, ordinal = operand.__dlpack_device__()
         address, dtype, shape, strides = dlpack.read(operand)
-        return View(address, dtype, shape, strides, kind not in (dlpack.CUDA, dlpack.CUDA_HOST, dlpack.CUDA_MANAGED))
+        on_host = kind not in (dlpack.CUDA, dlpack.CUDA_HOST, dlpack.CUDA_MANAGED)
+        return View(address, dtype, shape, strides, on_host, device=ordinal if kind == dlpack.CUDA else None)
     return None
 
 

@@ -230,6 +230,9 @@ class Config(NamedTuple):
     attributes: Mapping[str, Any]
 
 
+_NOTHING = object()  # no stream, also no closed one, and no extent
+
+
 class Block(Arguments):
     """Packed arguments of one kernel, and the structs in which a launch and a graph node take them.
 
@@ -256,10 +259,10 @@ class Block(Arguments):
         self.nodes = (ctypes.c_uint64 * 2)()  # CUgraphNodes: where a new one comes out, and one that it waits for
         self.nodes_address = ctypes.addressof(self.nodes)
         # What the structs are filled for, as the caller gave it: the same objects again need no second look.
-        self.stream: int | None = None  # a CUstream: holding the Stream would keep it open
-        self.grid: Any = None
-        self.block: Any = None
-        self.shared: Any = None
+        self.stream: object = _NOTHING  # `Stream.raw`: holding the Stream would keep it open
+        self.grid: Any = _NOTHING
+        self.block: Any = _NOTHING
+        self.shared: Any = _NOTHING
         self.config: Config | None = None
         self.node_grid: Any = None
         self.node_block: Any = None
@@ -271,7 +274,7 @@ class Block(Arguments):
 
     def configure_launch(self, stream: Stream, grid: Any, block: Any, shared: Any, config: Config) -> None:
         """Make ``launch_config`` that of a launch without attributes."""
-        self.stream = None
+        self.stream = self.grid = self.block = self.shared = _NOTHING
         _EXTENTS.pack_into(self._launch_extents, 0, *config.grid, *config.block, config.shared_mem_bytes)
         self.launch_config.hStream = stream.handle
         self.config = config
@@ -339,8 +342,9 @@ class Kernel:
         if declaration is not None:
             names = [parameter.name for parameter in declaration.parameters]
             if types is None:
-                types = declared_types([parameter.type for parameter in declaration.parameters])
-        return Signature(self.name, types, names, layout, self.device.id)
+                arguments = declaration.bound(self.name)
+                types = declared_types([parameter.type for parameter in declaration.parameters], arguments)
+        return Signature(self.name, types, names, layout, self.device.id, self.device.locate)
 
     def _new_block(self) -> Block:
         return Block(self.signature, self.device.driver, self.handle)
@@ -348,14 +352,22 @@ class Kernel:
     def _close(self) -> None:
         self._function = self.image_box = None
         self._entry = 0
-        self._free_blocks.clear()  # they know the function
+        self._free_blocks = []  # they know the function; a launch that is under way gives its own back to the old list
 
     @property
     def handle(self) -> Any:
         """The raw ``CUfunction``."""
-        if self._function is None:
+        function = self._function
+        if function is None:
             raise ClosedError(self._closed_as)
-        return self._function
+        return function
+
+    def image_in_use(self) -> Box:
+        """``image_box``, to hold while the driver works with the function: it may be closed meanwhile."""
+        image = self.image_box
+        if image is None:
+            raise ClosedError(self._closed_as)
+        return image
 
     # What it uses
 
@@ -447,6 +459,9 @@ class Kernel:
             stream = self.device.as_stream(stream)
         if args.__class__ is not tuple:
             args = self.arguments(args)
+        image = self.image_box  # as `image_in_use`
+        if image is None:
+            raise ClosedError(self._closed_as)
         free = self._free_blocks
         ready = free.pop() if free else self._new_block()
         if (
@@ -458,7 +473,7 @@ class Kernel:
             config = self.config(grid, block, shared_mem_bytes)
             ready.configure_launch(self.device.as_stream(stream), grid, block, shared_mem_bytes, config)
         try:
-            references = self.signature.write(args, ready.memory, ready.base, self.image_box)
+            references = self.signature.write(args, ready.memory, ready.base, image)
         except UNFIT:
             raise self.signature.explain(args) from None
         code = self._launch(ready.launch_config_address, self._entry, ready.address, 0)
@@ -601,17 +616,17 @@ class Launch:
 
     def __init__(self, kernel: Kernel, stream: Stream, config: Config, args: Sequence[Any]) -> None:
         self.kernel, self.stream, self.config = kernel, stream, config
-        args = kernel.arguments(args)
+        args, image = kernel.arguments(args), kernel.image_in_use()
         self._arguments = kernel._new_block()
         pointers = (p.index for p in kernel.signature.parameters if p.is_pointer)
         # By parameter; a set makes a new one, so that launches in flight keep what they had.
         self._held: dict[object, object] = dict(zip(pointers, self._arguments.pack(args), strict=True))
-        self._held["kernel"] = kernel.image_box, held(config.attributes)
+        self._held["kernel"] = image, held(config.attributes)
         self._address = self._arguments.address
         self._launch_config = kernel._launch_config(config, stream)
         self._launch_config_address = int(self._launch_config.getPtr())
-        self._launch = kernel._launch
-        kernel.handle  # noqa: B018 - refuses a closed one
+        self._launch = stream.in_thread(kernel._launch)
+        kernel.image_in_use()  # an argument may have closed it
 
     def __call__(self) -> None:
         stream, kernel = self.stream, self.kernel

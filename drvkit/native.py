@@ -1,8 +1,9 @@
 """C functions as Python functions, for the few calls whose host cost counts.
 
-llvmlite, where it is installed, compiles a built-in function around the C function: the arguments go from Python
-integers into registers, which costs some 0.1 us less than what generic wrappers do, and the work of a launch is not
-much more than that. Without it ctypes makes the call.
+llvmlite compiles a built-in function around the C function: the arguments go from Python integers into registers, which
+costs some 0.1 us less than what generic wrappers do, and the work of a launch is not much more than that. ctypes makes
+the call where llvmlite cannot be used: where it or its library is missing, and where the system lets no process make
+code. ``DRVKIT_NATIVE=0`` in the environment of the first use forces that.
 
 Source: Python/C API, "Common Object Structures" (``METH_FASTCALL``).
 """
@@ -10,13 +11,19 @@ Source: Python/C API, "Common Object Structures" (``METH_FASTCALL``).
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-__all__ = ["native"]
+__all__ = ["how", "native"]
 
 METH_FASTCALL = 0x80
+
+_lock = threading.RLock()  # around making the compiler and compiling, in which finalizers of anybody may run
+_forever: list[Any] = []  # code and definitions: the functions do not hold them
 
 
 def native(name: str, address: int, parameters: int) -> Callable[..., int]:
@@ -24,18 +31,39 @@ def native(name: str, address: int, parameters: int) -> Callable[..., int]:
 
     It takes integers in [0, 2^64) and gives the result. The GIL is released meanwhile.
     """
-    compiler = _compiler()
-    if compiler is None:
-        return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * parameters)(address)
-    return compiler.built_in(name, address, parameters)
+    with _lock:
+        compiler = _compiler()
+        if compiler is not None:
+            return compiler.built_in(name, address, parameters)
+    return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * parameters)(address)
+
+
+def how() -> str:
+    """What `native` gives here: ``"compiled"`` or ``"ctypes"``."""
+    with _lock:
+        return "ctypes" if _compiler() is None else "compiled"
 
 
 @cache
 def _compiler() -> _Compiler | None:
+    if os.environ.get("DRVKIT_NATIVE") == "0":
+        return None
     try:
         return _Compiler()
-    except ImportError:
+    except (ImportError, OSError):
         return None
+
+
+def _may_make_code() -> None:
+    """`OSError` where written memory cannot become code, of which LLVM would die (``PR_SET_MDWE``, SELinux)."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        start = ctypes.c_char.from_buffer(page)
+        protect = ctypes.CDLL(None, use_errno=True).mprotect
+        protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        failed = protect(ctypes.addressof(start), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC)
+        del start  # the page cannot be given back while it is there
+        if failed:
+            raise OSError(ctypes.get_errno(), "memory that was written cannot be executed")
 
 
 class _MethodDef(ctypes.Structure):
@@ -55,12 +83,12 @@ class _Compiler:
     def __init__(self) -> None:
         import llvmlite.binding as llvm
 
+        _may_make_code()
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         self.llvm = llvm
         self.new = ctypes.pythonapi.PyCFunction_NewEx
         self.new.restype, self.new.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
-        self.forever: list[Any] = []  # code and definitions: the functions do not hold them
 
     def built_in(self, name: str, address: int, parameters: int) -> Callable[..., int]:
         engine = self.llvm.create_mcjit_compiler(
@@ -69,7 +97,7 @@ class _Compiler:
         )
         engine.finalize_object()
         definition = _MethodDef(name.encode(), engine.get_function_address("wrapper"), METH_FASTCALL, None)
-        self.forever.append((engine, definition))
+        _forever.append((engine, definition))
         function: Callable[..., int] = self.new(ctypes.addressof(definition), None, None)
         return function
 

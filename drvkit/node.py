@@ -74,7 +74,9 @@ class Node:
     @property
     def handle(self) -> Any:
         """The raw ``CUgraphNode``."""
-        return self.graph.device.driver.CUgraphNode(self._handle)
+        graph = self.graph
+        graph._check_open()
+        return graph.device.driver.CUgraphNode(self._handle)
 
     @property
     def graph(self) -> Graph:

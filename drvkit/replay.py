@@ -83,9 +83,10 @@ class Exec(Owned):
             params.hUploadStream = stream.handle
         paths = tuple(graph.paths())
         nodes = [node for _, node in paths]
+        definition = graph._in_use()
         with device.context:
             try:
-                handle = driver.cuGraphInstantiateWithParams(graph.handle, params)
+                handle = driver.cuGraphInstantiateWithParams(definition.handle, params)
             except DriverError as error:
                 raise _instantiate_error(graph, nodes, params, error) from error
         # What launches may touch, by where it is used. The box owns it too, so that launches in flight do; what is
@@ -93,7 +94,7 @@ class Exec(Owned):
         self._kept: dict[object, object] = {path: node.held for path, node in paths if node.held}
         self._nodes = dict(paths)
         release = partial(device.context.call, driver.cuGraphExecDestroy, handle)
-        self._own(handle, release, graph.name, (graph.box, self._kept))
+        self._own(handle, release, graph.name, (definition, self._kept))
         self._launch = driver.raw("cuGraphLaunch", 2)
         self._device_launch = device_launch
         self._newest_stream: Callable[[], Stream | None] = lambda: None
@@ -122,6 +123,8 @@ class Exec(Owned):
 
     def _keep(self, place: object, thing: object) -> None:
         """From now on launches use ``thing`` at this place instead of what is kept there."""
+        if self.box is None:  # closed meanwhile: there will be none
+            return
         old = self._kept.get(place)
         self._kept[place] = thing
         if old is None or old is thing:
@@ -134,9 +137,9 @@ class Exec(Owned):
 
     def upload(self, stream: Any) -> None:
         """Bring it to the device ahead of its first launch."""
-        stream = self.device.as_stream(stream)
-        self.device.driver.cuGraphUpload(self.handle, stream.handle)
-        stream.hold(self.box)
+        stream, box = self.device.as_stream(stream), self._in_use()
+        self.device.driver.cuGraphUpload(box.handle, stream.handle)
+        stream.hold(box)
 
     def time_ms(self, stream: Any, launches: int = 1) -> float:
         """Mean time of a launch on the device, in milliseconds, by events around ``launches`` of them. Waits."""
@@ -180,17 +183,18 @@ class Exec(Owned):
             raise TypeError(f"exec of graph {self.name!r}: update: wanted a Graph, got {said(graph)}")
         driver = self.device.driver
         info = _UpdateInfo()
+        box, definition = self._in_use(), graph._in_use()
         with self.device.context:
-            code = driver.raw("cuGraphExecUpdate", 3)(int(self.handle), int(graph.handle), ctypes.addressof(info))
+            code = driver.raw("cuGraphExecUpdate", 3)(box.raw, definition.raw, ctypes.addressof(info))
         if code:
             raise self._update_error(graph, driver.error("cuGraphExecUpdate", code), info)
-        self._take_over("", graph)
+        self._take_over("", graph, definition)
 
-    def _take_over(self, prefix: str, graph: Graph) -> None:
-        """The parameters of the nodes whose paths begin with ``prefix`` are those of ``graph`` now."""
+    def _take_over(self, prefix: str, graph: Graph, definition: Box) -> None:
+        """The parameters of the nodes whose paths begin with ``prefix`` are those of ``graph``, of this box, now."""
         takers = {path: node for path, node in self._nodes.items() if path.startswith(prefix)}
         givers = {prefix + path: node for path, node in graph.paths()}
-        self._keep(("graph", prefix), (graph.box, tuple(node.held for node in givers.values())))
+        self._keep(("graph", prefix), (definition, tuple(node.held for node in givers.values())))
         same = [(path, node.kind) for path, node in takers.items()] == [(p, node.kind) for p, node in givers.items()]
         self._given |= givers if same else dict.fromkeys(takers)
         for path in takers:
@@ -269,7 +273,8 @@ class ExecNode:
     def enabled(self) -> bool:
         """Whether it does anything. A disabled node is passed as if it were empty."""
         self._switchable()
-        return bool(self.device.driver.cuGraphNodeGetEnabled(self._handle, self._node_handle))
+        box = self._in_use()
+        return bool(self.device.driver.cuGraphNodeGetEnabled(box.handle, self._node_handle))
 
     def enable(self) -> None:
         """Let it do its work again."""
@@ -287,11 +292,12 @@ class ExecNode:
         if self.node.kind not in ("kernel", "memcpy", "memset"):
             raise self._error(f"a {self.node.kind} node cannot be disabled; kernel, memcpy and memset nodes can")
 
-    @property
-    def _handle(self) -> Any:
-        if self._box is None:
+    def _in_use(self) -> Box:
+        """The box of the exec, to hold while the driver works with it; `ClosedError` if that is closed."""
+        box = self._box
+        if box is None:
             raise ClosedError(f"exec of graph {self._exec_name!r} is closed")
-        return self._box.handle
+        return box
 
     @property
     def _node_handle(self) -> int:
@@ -300,9 +306,10 @@ class ExecNode:
         return self.node._handle
 
     def _call(self, name: str, *args: Any) -> None:
+        box = self._in_use()
         self.device.enter_thread()
         try:
-            getattr(self.device.driver, name)(self._handle, *args)
+            getattr(self.device.driver, name)(box.handle, *args)
         except DriverError as error:
             raise self._error(str(error)) from error
 
@@ -338,14 +345,12 @@ class ExecKernelNode(ExecNode):
 
     node: KernelNode
     _block: Block | None  # the parameters that the exec has; None: not known
-    _params_address: int | None
     _places: dict[str, tuple[int, Callable[[bytearray, int, Any], None], bool]]
 
     def _take(self, node: Node | None) -> None:
         self._apply = self.device.driver.raw("cuGraphExecKernelNodeSetParams", 3)
-        self._entered = self.device.entered
+        self._entered, self._context = self.device.driver.entered, self.device.context
         self._kernel, self._config = self.node.kernel, self.node.config
-        self._memory, self._params, self._params_address = bytearray(), None, None
         self._block, self._places = None, {}
         self._takes_handles = self._kernel.signature.takes_handles
         if isinstance(node, KernelNode) and node._handle is not None:
@@ -359,8 +364,6 @@ class ExecKernelNode(ExecNode):
 
     def _use(self, kernel: Kernel, config: Config, block: Block) -> None:
         self._kernel, self._config, self._block = kernel, config, block
-        self._memory, self._params = block.memory, block.node_params
-        self._params_address = block.node_params_address
         self._takes_handles = kernel.signature.takes_handles
         signature, base = kernel.signature, block.base
         self._places = {  # where it is in the block's memory, how it is written, whether it is a pointer
@@ -376,9 +379,13 @@ class ExecKernelNode(ExecNode):
             signature = self._kernel.signature
             given = ((signature.locate(name), value) for name, value in arguments.items())
             check_conditions(self._kernel, given, self.node.graph.root)
-        if not self._entered.yes:
-            self.device.enter_thread()
-        memory, places = self._memory, self._places
+        if self._entered.context is not self._context:
+            self._context.enter_thread()
+        box, block = self._box, self._block  # held while the driver reads: another thread may close the exec
+        if box is None or block is None:
+            self._in_use()
+            raise self._unknown("kernel, grid, block and args to configure()")
+        memory, places = block.memory, self._places
         before = memory[:]
         pointers = None
         try:
@@ -390,7 +397,7 @@ class ExecKernelNode(ExecNode):
             handle = self.node._handle
             if handle is None:
                 handle = self._node_handle  # tells that it was removed
-            code = self._apply(self._box.raw, handle, self._params_address)  # type: ignore[union-attr]
+            code = self._apply(box.raw, handle, block.node_params_address)
         except BaseException as error:
             memory[:] = before
             self._explain(arguments, error)
@@ -404,9 +411,7 @@ class ExecKernelNode(ExecNode):
 
     def _explain(self, arguments: dict[str, Any], error: BaseException) -> None:
         """Raise what says why `set` failed, where ``error`` does not."""
-        self._handle  # noqa: B018 - tells if it is closed
-        if self._block is None:
-            raise self._unknown("kernel, grid, block and args to configure()") from None
+        self._in_use()
         if isinstance(error, (KeyError, *UNFIT)):
             for name, value in arguments.items():
                 self._kernel.signature.value(self._kernel.signature.locate(name), value)
@@ -422,7 +427,7 @@ class ExecKernelNode(ExecNode):
     ) -> None:
         """Change the launch: what is left out stays. Another kernel needs all its ``args``."""
         old = self._config
-        self._handle  # noqa: B018 - tells if it is closed
+        self._in_use()
         if self._block is None and None in (kernel, grid, block, args):
             raise self._unknown("kernel, grid, block and args")
         if kernel is None:
@@ -437,8 +442,12 @@ class ExecKernelNode(ExecNode):
             old.shared_mem_bytes if shared_mem_bytes is None else shared_mem_bytes,
             old.attributes,
         )
-        function = kernel._function if kernel is not self._kernel or self._params is None else self._params.func
-        fresh = Block(kernel.signature, self.device.driver, function if function is not None else kernel.handle)
+        image: Box | None = None
+        if kernel is self._kernel and self._block is not None:
+            function = self._block.node_params.func  # of which the exec keeps the image, also if it is closed
+        else:
+            image, function = kernel.image_in_use(), kernel.handle
+        fresh = Block(kernel.signature, self.device.driver, function)
         held: tuple[object, ...] = ()
         if args is not None:
             args = kernel.arguments(args)
@@ -451,8 +460,8 @@ class ExecKernelNode(ExecNode):
         fresh.configure_node(config)
         self._call("cuGraphExecKernelNodeSetParams", self._node_handle, fresh.node_params)
         self._use(kernel, config, fresh)
-        if kernel.image_box is not None:  # of a closed module, it is kept already
-            self._keep("image", kernel.image_box)
+        if image is not None:
+            self._keep("image", image)
         if args is not None:
             pointers = (p.name or p.index for p in kernel.signature.parameters if p.is_pointer)
             for place, thing in zip(pointers, held, strict=True):
@@ -472,7 +481,7 @@ class _ExecOperands(ExecNode):
 
     def set(self, **changes: Any) -> None:
         self._known(changes, *self.names)
-        self._handle  # noqa: B018 - tells if it is closed
+        self._in_use()
         if self._operands is None and len(changes) < 2:
             raise self._unknown(" and ".join(self.names))
         first, second = (
@@ -496,9 +505,10 @@ class ExecMemcpyNode(_ExecOperands):
         params = copy_params(driver, first, second)
         if params is None:
             raise self._error("there is nothing to copy: disable() it")
+        box = self._in_use()
         self.device.enter_thread()
         try:
-            driver.cuGraphExecMemcpyNodeSetParams(self._handle, self._node_handle, params, self.device.context.handle)
+            driver.cuGraphExecMemcpyNodeSetParams(box.handle, self._node_handle, params, self.device.context.handle)
         except DriverError as error:
             limits = "an exec takes 1-D copies only, between the same kinds of memory as before"
             raise self._error(f"{error}; {limits}") from error
@@ -550,10 +560,11 @@ class ExecChildNode(ExecNode):
         (graph,) = self._known(changes, "graph")
         if not isinstance(graph, Graph):
             raise TypeError(f"child node {self.path!r}: graph: wanted a Graph, got {said(graph)}")
-        self._call("cuGraphExecChildGraphNodeSetParams", self._node_handle, graph.handle)
+        definition = graph._in_use()
+        self._call("cuGraphExecChildGraphNodeSetParams", self._node_handle, definition.handle)
         exec_ = self._exec()
         if exec_ is not None and isinstance(self.node, ChildNode):
-            exec_._take_over(f"{self.path}/", graph)
+            exec_._take_over(f"{self.path}/", graph, definition)
 
 
 class ExecBatchMemOpNode(ExecNode):

@@ -1,9 +1,10 @@
 """Kernel signatures, and arguments checked and packed against them.
 
-The type of each parameter comes from the kernel's mangled name (which the compiler made), from the declaration in the
-source where the name is not mangled (``extern "C"``), or from a declaration that the caller gives. Sizes and offsets
-come from the driver, out of the compiled kernel, and must agree. So a Python number always has a C type to become, and
-a buffer a pointee to be compared with; what does not fit is an `ArgumentError` before the driver sees it.
+The type of each parameter comes from the kernel's mangled name (which the compiler made); where that is not mangled
+(``extern "C"``) or not understood, from the declaration in the source, with the arguments of its template put into it;
+or from a declaration that the caller gives. Sizes and offsets come from the driver, out of the compiled kernel, and
+must agree. So a Python number always has a C type to become, and a buffer a pointee to be compared with; what does not
+fit is an `ArgumentError` before the driver sees it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import itanium_demangler
@@ -21,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from .memory import Buffer, pointee, view_of
-from .scalars import CLASSES, Unfit, format_of, is_ml, packer, said
+from .scalars import CLASSES, Unfit, bits, format_of, is_ml, packer, said
 
 __all__ = ["UNFIT", "ArgumentError", "Arguments", "CType", "Parameter", "Signature"]
 
@@ -108,6 +109,17 @@ for _short, _name in (
     for _lanes in (1, 2, 3, 4):
         _VECTORS[f"{_short}{_lanes}"] = (_SCALARS[_name], _lanes)
 
+_COMPLEX = {
+    f"{namespace}::complex<{part}>": np.dtype(dtype)
+    for namespace in ("cuda::std", "std", "thrust")
+    for part, dtype in (("float", np.complex64), ("double", np.complex128))
+}
+_INLINE_NAMESPACE = re.compile(r"\b(cuda::std|std|thrust)::(?:__\w+|THRUST_\w+)::(?=complex<)")
+
+
+def _canonical(base: str) -> str:
+    return _ALIASES.get(base) or _INLINE_NAMESPACE.sub(r"\1::", base)
+
 
 @dataclass(frozen=True)
 class CType:
@@ -124,8 +136,13 @@ class CType:
 
     @property
     def dtype(self) -> np.dtype[Any] | None:
-        """The numpy dtype of ``base``, if there is one."""
+        """The numpy dtype of ``base``, if that is a scalar."""
         return _SCALARS.get(self.base)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is no typedef, no struct and nothing else that only a compiler knows."""
+        return self.base == "void" or any(self.base in table for table in (_SCALARS, _VECTORS, _COMPLEX))
 
     @property
     def size(self) -> int | None:
@@ -135,29 +152,42 @@ class CType:
         if self.base in _VECTORS:
             dtype, lanes = _VECTORS[self.base]
             return dtype.itemsize * lanes
+        if self.base in _COMPLEX:
+            return _COMPLEX[self.base].itemsize
         return self.dtype.itemsize if self.dtype is not None else None
 
     @classmethod
     def parse(cls, text: str) -> CType:
         """A type as written in C++: ``"const float* __restrict__"``, ``"unsigned"``, ``"dk::Args"``."""
         text = re.sub(r"\[\w*\]$", "*", text.strip())  # an array parameter is a pointer
-        text = re.sub(
-            r"\b(__restrict__|__restrict|restrict|volatile|struct|__grid_constant__|std::|cuda::std::)", " ", text
-        )
+        text = re.sub(r"\b(__restrict__|__restrict|restrict|volatile|struct|__grid_constant__)\b", " ", text)
+        text = re.sub(r"\b(cuda::)?std::(?!(\w+::)*complex\b)", " ", text)
         head, *levels = text.split("*")
         const = bool(levels) and bool(re.search(r"\bconst\b", [head, *levels][len(levels) - 1]))
         words = re.sub(r"\bconst\b", " ", head).split()
         order = {"unsigned": 0, "signed": 0, "short": 1, "long": 1, "int": 2, "char": 2}
         if words and all(word in order for word in words):
             words.sort(key=order.__getitem__)
-        base = " ".join(words)
+        base = re.sub(r" ?([<>,]) ?", r"\1", " ".join(words))
         if not base or not re.fullmatch(r"[\w:<>, ]+", base):
             raise ValueError(f"not a parameter type: {text.strip()!r}")
-        return cls(_ALIASES.get(base, base), len(levels), const)
+        return cls(_canonical(base), len(levels), const)
+
+    def bound(self, arguments: Mapping[str, str]) -> CType:
+        """It with the arguments of a template for the names of its parameters; `ValueError` as of `parse`."""
+        if self.base not in arguments:
+            base = re.sub(r"(?<!::)\b\w+\b(?!::)", lambda word: arguments.get(word[0], word[0]), self.base)
+            return CType(_canonical(base), self.pointers, self.const) if "<" in base else self
+        argument = arguments[self.base]
+        if not self.pointers:
+            return CType.parse(argument)
+        pointer = CType.parse(f"{argument}*")
+        levels = self.pointers - 1
+        return CType(pointer.base, pointer.pointers + levels, self.const or (pointer.const and not levels))
 
     @classmethod
-    def demangled(cls, node: Any) -> CType:
-        """A type from the demangler's syntax tree."""
+    def demangled(cls, node: Any) -> CType | None:
+        """A type from the demangler's syntax tree. What is no named type stays open, as in `declared_types`."""
         pointers, const = 0, False
         while True:
             if node.kind == "cv_qual":
@@ -166,37 +196,67 @@ class CType:
             elif node.kind == "pointer":
                 pointers += 1
                 node = node.value
+            elif node.kind in ("builtin", "name", "qual_name") and _is_spelled(node):
+                return cls(_canonical(str(node)), pointers, const)
             else:
-                base = str(node)
-                return cls(_ALIASES.get(base, base), pointers, const)
+                return cls("void", pointers, const) if pointers else None
 
 
-def mangled_types(symbol: str) -> list[CType] | None:
+def _is_spelled(node: Any) -> bool:
+    """Whether ``str`` of the demangler's node is C++."""
+    if node.kind in ("qual_name", "tpl_args"):
+        return all(map(_is_spelled, node.value))
+    if node.kind in ("cv_qual", "pointer", "lvalue", "rvalue"):
+        return _is_spelled(node.value)
+    return node.kind in ("builtin", "name") or (node.kind == "literal" and _is_spelled(node.ty))
+
+
+def _expanded(node: Any) -> list[Any]:
+    """The types that a parameter stands for: itself, or, of a pack expansion, one for each element."""
+    if node.kind != "expand_arg_pack":
+        return [node]
+    packs = []
+
+    def look(part: Any) -> Any:
+        if part.kind == "tpl_arg_pack":
+            packs.append(part.value)
+            return part
+        return part.map(look)
+
+    def pick(part: Any, index: int) -> Any:
+        return part.value[index] if part.kind == "tpl_arg_pack" else part.map(partial(pick, index=index))
+
+    look(node.value)
+    (length,) = {len(pack) for pack in packs}
+    return [pick(node.value, index) for index in range(length)]
+
+
+def mangled_types(symbol: str) -> list[CType | None] | None:
     """Parameter types out of a mangled name; None if it is not mangled or says something that is not understood."""
     try:
         tree = itanium_demangler.parse(symbol)
+        if tree is None or tree.kind != "func":
+            return None
+        types = [CType.demangled(node) for parameter in tree.arg_tys for node in _expanded(parameter)]
     except Exception:  # the parser has no error of its own: it fails with whatever it stumbles over
         return None
-    if tree is None or tree.kind != "func":
-        return None
-    types = [CType.demangled(node) for node in tree.arg_tys]
     return [] if types == [CType("void")] else types
 
 
-def declared_types(texts: Sequence[str]) -> list[CType | None]:
-    """Parameter types as declared. What only a compiler knows (a typedef, a struct) stays open: None by value, and
-    behind a pointer void, which takes any dtype."""
+def declared_types(texts: Sequence[str], arguments: Mapping[str, str] = {}) -> list[CType | None]:
+    """Parameter types as declared, with the ``arguments`` of a template for the names of its parameters. What only a
+    compiler knows (a typedef, a struct) stays open: None by value, and behind a pointer void, which takes any dtype."""
     types: list[CType | None] = []
     for text in texts:
         try:
-            ctype = CType.parse(text)
+            ctype = CType.parse(text).bound(arguments)
         except ValueError:
             types.append(None)
             continue
-        if ctype.size is None or (ctype.pointers and ctype.dtype is None and ctype.base not in _VECTORS):
-            types.append(CType("void", ctype.pointers, ctype.const) if ctype.pointers else None)
-        else:
+        if ctype.is_known and ctype != CType("void"):
             types.append(ctype)
+        else:
+            types.append(CType("void", ctype.pointers, ctype.const) if ctype.pointers else None)
     return types
 
 
@@ -237,6 +297,8 @@ class Parameter:
 
     def unpack(self, raw: bytes) -> Any:
         """The value in packed bytes: a number, an address, or the bytes themselves."""
+        if self.type is not None and not self.type.pointers and self.type.base in _COMPLEX:
+            return complex(np.frombuffer(raw, _COMPLEX[self.type.base])[0])
         if self.type is not None and not self.type.pointers and self.type.dtype is not None and is_ml(self.type.dtype):
             return np.frombuffer(raw, self.type.dtype)[0]
         return struct.unpack("<" + self.format, raw)[0]
@@ -254,6 +316,7 @@ class Parameter:
 
 
 _Packer = Callable[[Any], Any]  # an argument -> what struct packs; raises Unfit
+_Locate = Callable[[int], int | None]  # an address -> the ordinal of the device that it is on, if that is known
 
 
 def _bytes_packer(size: int, label: str) -> _Packer:
@@ -275,9 +338,19 @@ def _bytes_packer(size: int, label: str) -> _Packer:
     return whole
 
 
-def _pointer_packer(ctype: CType, device: str) -> _Packer:
+def _complex_packer(dtype: np.dtype[Any], label: str) -> _Packer:
+    whole = _bytes_packer(dtype.itemsize, label)
+
+    def number(value: Any) -> bytes:
+        return bits(value, dtype) if isinstance(value, (int, float, complex, np.number)) else whole(value)
+
+    return number
+
+
+def _pointer_packer(ctype: CType, device: str, locate: _Locate) -> _Packer:
     dtypes, align = _pointees(ctype)
     token = pointee(device, dtypes[0]) if dtypes else None
+    kind, _, ordinal = device.partition(":")
     wanted = f"{ctype}, a device array of {' or '.join(d.name for d in dtypes) if dtypes else 'any dtype'}"
 
     def pointer(value: Any) -> int:
@@ -288,9 +361,7 @@ def _pointer_packer(ctype: CType, device: str) -> _Packer:
         if isinstance(value, Buffer):
             if value.closed:
                 raise Unfit(wanted, f"{value!r} ({value.allocation.info})")
-            if value.device.id != device and (
-                value.where != "pinned" or value.device.driver.kind != device.split(":")[0]
-            ):
+            if value.device.id != device and (value.where != "pinned" or value.device.driver.kind != kind):
                 raise Unfit(f"{wanted} on {device}", repr(value))
         elif isinstance(value, ctypes.c_void_p):
             return value.value or 0
@@ -305,6 +376,10 @@ def _pointer_packer(ctype: CType, device: str) -> _Packer:
             raise Unfit(wanted, said(value) + hint)
         if view.on_host:
             raise Unfit(wanted, f"{said(value)} in host memory")
+        if not isinstance(value, Buffer):
+            where = locate(view.address) if view.device is None else view.device
+            if where not in (None, int(ordinal)):
+                raise Unfit(f"{wanted} on {device}", f"{said(value)} on {kind}:{where}")
         if dtypes and view.dtype not in dtypes and not (ctype.dtype is None and view.dtype.names):
             raise Unfit(wanted, f"{view.dtype} ({said(value)})")
         if not view.contiguous:
@@ -330,6 +405,10 @@ def _pointees(ctype: CType) -> tuple[list[np.dtype[Any]], int]:
         if lanes == 2 and dtype.char in "fd":
             dtypes.append(np.dtype(f"c{2 * dtype.itemsize}"))
         return dtypes, min(16, dtype.itemsize * (lanes if lanes != 3 else 1))
+    if ctype.base in _COMPLEX:
+        return [_COMPLEX[ctype.base]], _COMPLEX[ctype.base].itemsize
+    if ctype.dtype is None and ("<" in ctype.base or ctype.base.endswith("::type")):  # a trait may name any type
+        return [], 1
     if ctype.dtype is None:  # a struct: structured dtypes are taken, and raw bytes
         return [np.dtype(np.uint8)], 1
     dtype = ctype.dtype
@@ -341,10 +420,10 @@ def _pointees(ctype: CType) -> tuple[list[np.dtype[Any]], int]:
     return dtypes, dtype.itemsize
 
 
-def _untyped_packer(size: int, device: str) -> _Packer:
+def _untyped_packer(size: int, device: str, locate: _Locate) -> _Packer:
     """Only the size is known: typed values of that size, and device arrays where it is 8."""
     whole = _bytes_packer(size, "an untyped parameter")
-    pointer = _pointer_packer(CType("void", 1), device)
+    pointer = _pointer_packer(CType("void", 1), device, locate)
 
     def sized(value: Any) -> Any:
         if isinstance(value, np.generic):
@@ -359,12 +438,14 @@ def _untyped_packer(size: int, device: str) -> _Packer:
     return sized
 
 
-def _packer_of(parameter: Parameter, device: str) -> _Packer:
+def _packer_of(parameter: Parameter, device: str, locate: _Locate) -> _Packer:
     ctype = parameter.type
     if ctype is None:
-        return _untyped_packer(parameter.size, device)
+        return _untyped_packer(parameter.size, device, locate)
     if ctype.pointers:
-        return _pointer_packer(ctype, device)
+        return _pointer_packer(ctype, device, locate)
+    if ctype.base in _COMPLEX:
+        return _complex_packer(_COMPLEX[ctype.base], str(ctype))
     dtype = ctype.dtype
     if dtype is None:
         return _bytes_packer(parameter.size, str(ctype))
@@ -395,6 +476,7 @@ class Signature:
         names: a name for each parameter, or None.
         layout: (offset, size) in bytes of each parameter in the compiled kernel.
         device: the device whose memory (or any pinned memory) pointers may point to.
+        locate: `Device.locate` of it, for foreign arrays that do not say where they are.
 
     `ValueError` if types and layout disagree.
     """
@@ -406,6 +488,7 @@ class Signature:
         names: Sequence[str] | None,
         layout: Sequence[tuple[int, int]],
         device: str = "cuda:0",
+        locate: _Locate = lambda address: None,
     ) -> None:
         self.kernel = kernel
         for what, given in (("types", types), ("names", names)):
@@ -426,7 +509,7 @@ class Signature:
                     f"but the compiled kernel takes {parameter.size} bytes there"
                 )
         self.index = {p.name: p.index for p in self.parameters if p.name}
-        self._packers = tuple(_packer_of(p, device) for p in self.parameters)
+        self._packers = tuple(_packer_of(p, device, locate) for p in self.parameters)
         self._structs = tuple(struct.Struct("<" + p.format) for p in self.parameters)
         self.nbytes = max((p.offset + p.size for p in self.parameters), default=0)
         self.takes_handles = any(p.type == CType("unsigned long long") for p in self.parameters)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 __all__ = ["Header", "KernelDecl", "ParameterDecl", "Source"]
@@ -34,7 +34,10 @@ class ParameterDecl:
 
 @dataclass(frozen=True)
 class KernelDecl:
-    """One ``__global__`` function; ``line`` counts from 1 in ``file``, a `Source.name` or a `Header.name`."""
+    """One ``__global__`` function; ``line`` counts from 1 in ``file``, a `Source.name` or a `Header.name`.
+
+    ``template_parameters`` are the names of a template's parameters, "" for an unnamed one; a pack's ends with "...".
+    """
 
     name: str
     qualified: str
@@ -43,6 +46,16 @@ class KernelDecl:
     template: bool
     line: int
     file: str
+    template_parameters: tuple[str, ...] = ()
+
+    def bound(self, expression: str) -> dict[str, str]:
+        """What a name expression (``"k<float,4>"``) gives for the template's parameters, by their names: for those
+        before the first pack, and not for what is left to its default."""
+        tokens = [match[0] for match in _TOKEN.finditer(_blanked(expression))]
+        opening = tokens.index("<") if "<" in tokens else len(tokens)
+        arguments = _pieces(tokens[opening + 1 : -1]) if tokens[-1:] == [">"] else None
+        named = takewhile(lambda name: not name.endswith("..."), self.template_parameters)
+        return {name: _spelled(piece) for name, piece in zip(named, arguments or (), strict=False) if name and piece}
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,11 @@ class Source:
         A `Path`, and a string that starts with "/" or ".", is the file itself. `FileNotFoundError` says which places
         were looked in, also for a header that is missing.
         """
+        if not isinstance(name, str | os.PathLike):
+            raise TypeError(f"source: wanted a name or a path, got {name!r}")
         file = os.fspath(name)
+        if not Path(file).name:
+            raise ValueError(f"source: wanted a name or a path, got {name!r}")
         file = file if file.endswith(".cu") else file + ".cu"
         if isinstance(name, os.PathLike) or file.startswith(".") or os.path.isabs(file):
             places = [Path()]
@@ -96,6 +113,9 @@ class Source:
     @classmethod
     def from_text(cls, text: str, name: str = "kernel.cu") -> Source:
         """A source that is no file; its quoted includes are looked for in cuda_src."""
+        for what, given in (("text", text), ("name", name)):
+            if not isinstance(given, str):
+                raise TypeError(f"source: {what}: wanted str, got {type(given).__name__}")
         return cls._closed(name, text, None)
 
     @classmethod
@@ -274,9 +294,9 @@ def _declarations(text: str, file: str, macros: frozenset[str]) -> Iterator[tupl
             else:
                 kernel = _kernel(head, scopes, macros)
                 if kernel:
-                    at, name, qualified, parameters, extern_c, template = kernel
+                    at, name, qualified, parameters, extern_c, template, names = kernel
                     line = _line(text, matches[start + at].start())
-                    yield KernelDecl(name, qualified, parameters, extern_c, template, line, file), token == "{"
+                    yield KernelDecl(name, qualified, parameters, extern_c, template, line, file, names), token == "{"
                 if token == "{":
                     behind = _after(tokens, index)  # nothing in a body or a class is a kernel
             start = behind
@@ -295,16 +315,18 @@ def _scope(head: list[str]) -> tuple[str, bool] | None:
 
 def _kernel(
     head: list[str], scopes: list[tuple[str, bool]], macros: frozenset[str]
-) -> tuple[int, str, str, tuple[ParameterDecl, ...], bool, bool] | None:
-    """Reads one declaration: where its name stands, name, qualified name, parameters, extern "C", template."""
+) -> tuple[int, str, str, tuple[ParameterDecl, ...], bool, bool, tuple[str, ...]] | None:
+    """Reads one declaration: where its name stands, then what `KernelDecl` has of it, without line and file."""
     if "__global__" not in head:
         return None
     begin, template = 0, "template" in head
+    names: tuple[str, ...] = ()
     if template:
-        begin = head.index("template") + 1
-        if head[begin : begin + 1] != ["<"]:
+        opening = head.index("template") + 1
+        if head[opening : opening + 1] != ["<"]:
             return None  # an explicit instantiation
-        begin = _after(head, begin)
+        begin = _after(head, opening)
+        names = tuple(map(_template_parameter, _pieces(head[opening + 1 : begin - 1]) or ()))
     opening, index = 0, begin
     while index < len(head):
         if head[index] == "(" and index > begin and head[index - 1] not in _WITH_ARGUMENTS:
@@ -322,11 +344,11 @@ def _kernel(
         spelled = f"{head[index]}::{spelled}"
     qualified = "::".join([name for name, _ in scopes if name] + [spelled])
     extern_c = '"C"' in head or any(extern_c for _, extern_c in scopes)
-    return at, head[at], qualified, parameters, extern_c, template
+    return at, head[at], qualified, parameters, extern_c, template, names
 
 
-def _parameters(tokens: list[str], macros: frozenset[str]) -> tuple[ParameterDecl, ...] | None:
-    """The parameters between a kernel's parentheses; None where a macro may hide some."""
+def _pieces(tokens: list[str]) -> list[list[str]] | None:
+    """The tokens between the commas that are in no brackets; None if it is not certain what is a bracket."""
     pieces: list[list[str]] = [[]]
     index = 0
     while index < len(tokens):
@@ -339,6 +361,22 @@ def _parameters(tokens: list[str], macros: frozenset[str]) -> tuple[ParameterDec
         else:
             pieces[-1] += tokens[index:behind]
         index = behind
+    return pieces
+
+
+def _template_parameter(tokens: list[str]) -> str:
+    """The name of one parameter of a template, as `KernelDecl.template_parameters` has it."""
+    tokens = tokens[: tokens.index("=")] if "=" in tokens else tokens
+    named = len(tokens) > 1 and _is_word(tokens[-1]) and tokens[-1] not in _QUALIFIERS | _BUILTIN_TYPES
+    name = tokens[-1] if named and tokens[-2] != "::" else ""
+    return f"{name}..." if "..." in tokens else name
+
+
+def _parameters(tokens: list[str], macros: frozenset[str]) -> tuple[ParameterDecl, ...] | None:
+    """The parameters between a kernel's parentheses; None where a macro may hide some."""
+    pieces = _pieces(tokens)
+    if pieces is None:
+        return None
     if pieces in ([[]], [["void"]]):
         return ()
     parameters = []

@@ -45,6 +45,10 @@ def check(case: Bad, *given: Any) -> None:
         assert piece in text
 
 
+def _build(source: Any = SOURCE, **how: Any) -> Any:
+    return dk.build(source, **({"arch": "sm_90a", "cache": None} | how))
+
+
 # ---- without a device ----------------------------------------------------------------------------------------------
 
 WITHOUT_DEVICE = [
@@ -64,6 +68,24 @@ WITHOUT_DEVICE = [
         "there is scale",
     ),
     bad("source file", lambda: dk.Source.find(Path("no_such.cu")), FileNotFoundError, "no no_such.cu in: "),
+    bad("source without a name", lambda: dk.Source.find(""), ValueError, "source: wanted a name or a path, got ''"),
+    bad("source that is a folder", lambda: dk.Source.find(Path()), ValueError, "wanted a name or a path, got "),
+    bad("source by number", lambda: dk.Source.find(5), TypeError, "source: wanted a name or a path, got 5"),  # type: ignore[arg-type]
+    bad("source of bytes", lambda: dk.Source.from_text(b"x"), TypeError, "source: text: wanted str, got bytes"),  # type: ignore[arg-type]
+    bad("source with a path for a name", lambda: dk.Source.from_text("", Path("k")), TypeError, "source: name: wanted"),  # type: ignore[arg-type]
+    bad(
+        "build of a name",
+        lambda: _build("scale"),
+        TypeError,
+        "build: source: wanted a Source, got 'scale'; Source.find",
+    ),
+    bad("build of nothing", lambda: _build(None), TypeError, "build: source: wanted a Source, got None"),
+    bad("arch", lambda: _build(arch=90), TypeError, "build: arch: wanted text such as 'sm_90a', got 90"),
+    bad("standard", lambda: _build(std=17), TypeError, "build: std: wanted text such as 'c++17', got 17"),
+    bad("one name", lambda: _build(names="k"), TypeError, "build: names: a sequence of str is wanted, not the one str"),
+    bad("number for names", lambda: _build(names=5), TypeError, "build: names: wanted a sequence of str, got 5"),
+    bad("number as an option", lambda: _build(options=["-G", 5]), TypeError, "build: options: wanted", "got 5"),
+    bad("cache", lambda: _build(cache="/tmp"), TypeError, "build: cache: wanted a Cache or None, got '/tmp'"),
     bad(
         "include",
         lambda: dk.Source.from_text('#include "no_such.cuh"'),
@@ -115,7 +137,7 @@ class World:
     def __post_init__(self) -> None:
         self.scale = self.module.kernel("scale")
         self.args = (self.x, self.y, N, 2.0)
-        first = self.node("first")
+        first = self.first = self.node("first")
         second = self.node("second", after=first)
         self.graph.host(int, after=second, name="call")
         self.graph.memset(self.ints, 7, name="fill")
@@ -908,6 +930,7 @@ CLOSED = [
         "kernel's facts", lambda w: _kernel_of_closed_module(w).registers, dk.ClosedError, "and kernel 'scale' with it"
     ),
     bad("graph", lambda w: closed(w.graph).empty(), dk.ClosedError, "graph plain (made at test_bad_inputs.py:"),
+    bad("handle of a node", lambda w: [w.graph.close(), w.first.handle], dk.ClosedError, "graph plain", "is closed"),
     bad("graph of a kernel node", lambda w: [w.graph.close(), w.node()], dk.ClosedError, "graph plain", "is closed"),
     bad("graph to instantiate", lambda w: closed(w.graph).instantiate(), dk.ClosedError, "graph plain", "is closed"),
     bad("exec", lambda w: closed(w.exec()).launch(w.stream), dk.ClosedError, "exec plain (made at", "is closed"),

@@ -505,6 +505,20 @@ def test_clear_removes_the_entries_only(cache: Cache) -> None:
     assert [path.name for path in cache.directory.iterdir()] == ["foreign"]
 
 
+def test_what_only_looks_like_an_entry_is_in_nobodys_way(cache: Cache, compiled: list[Any]) -> None:
+    build(PLAIN, arch="sm_90", cache=cache)
+    (entry,) = cache.directory.iterdir()
+    entry.unlink()
+    entry.mkdir()
+    (cache.directory / "link.image").symlink_to(cache.directory / "nowhere")
+    assert build(PLAIN, arch="sm_90", cache=cache).data == b"code"
+    assert "directory" in str(cache.problem)
+    cache.store("key", {}, b"data")
+    cache.clear()
+    assert {path.name for path in cache.directory.iterdir()} == {entry.name, "link.image"}
+    assert len(compiled) == 2
+
+
 def test_compiling_changes_no_bytes_that_others_share() -> None:
     build(Source.from_text("__global__ void k() {}"), arch="sm_90", cache=None)
     assert [bytes([value]) for value in range(256)] == [value.to_bytes(1, "little") for value in range(256)]

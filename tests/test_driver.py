@@ -7,12 +7,14 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from enum import IntEnum
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from drvkit.device import Context
 from drvkit.driver import Driver, DriverError, Nvrtc, open_driver
 
 
@@ -178,6 +180,65 @@ def test_a_raw_function_takes_integers_and_gives_the_code() -> None:
     assert door.raw("cuThing", 2)(0, ctypes.addressof(out)) == 0
     assert out.value == 7
     assert seen == [("cuThing", 13000)], "it is looked up once"
+
+
+def test_threads_that_ask_for_a_raw_function_first_get_one_and_the_same() -> None:
+    count, looked_up = 8, []
+    function = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
+
+    def find(*_: Any) -> Any:
+        looked_up.append(1)
+        time.sleep(0.01)
+        return OK, ctypes.cast(function, ctypes.c_void_p).value, "found"
+
+    door, barrier, got = driver(cuGetProcAddress=find), threading.Barrier(count), []
+
+    def work() -> None:
+        barrier.wait()
+        got.append(door.raw("cuThing", 0))
+
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(looked_up) == 1
+    assert got == [got[0]] * count
+
+
+def test_the_context_that_was_entered_last_is_known_to_each_thread_for_all_devices() -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def called(name: str) -> Any:
+        def call(*args: Any) -> Any:
+            calls.append((name, *args))
+            return (OK,)
+
+        return call
+
+    names = ("cuCtxSetCurrent", "cuCtxPushCurrent", "cuCtxPopCurrent")
+    door = driver(**{name: called(name) for name in names})
+    first, second = Context(door, 1), Context(door, 2)
+
+    def work() -> None:
+        for context in (first, first, second, second, first):
+            context.enter_thread()
+        with second:
+            second.enter_thread()
+            with first:
+                first.enter_thread()
+            second.enter_thread()
+        first.enter_thread()
+
+    want: list[tuple[Any, ...]] = [("cuCtxSetCurrent", 1), ("cuCtxSetCurrent", 2), ("cuCtxSetCurrent", 1)]
+    want += [("cuCtxPushCurrent", 2), ("cuCtxPushCurrent", 1), ("cuCtxPopCurrent",), ("cuCtxPopCurrent",)]
+    work()
+    assert calls == want
+    calls.clear()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert calls == want, "another thread has entered nothing yet"
 
 
 def test_a_raw_function_that_the_driver_lacks() -> None:

@@ -49,8 +49,8 @@ def test_the_demo_shows_the_graph_that_it_builds(device: Device, monkeypatch: py
     for line, node in zip(demo.PLAN.splitlines(), graph.walk(), strict=True):
         after = [edge.source.name for edge in node.graph.edges() if edge.target is node]
         assert line.endswith(f" after {', '.join(after)}") if after else " after " not in line
-        if node.kind == "kernel":
-            assert f"{node.kernel.name}:" in line
+        word = node.kernel.name + ":" if node.kind == "kernel" else getattr(node, "variety", node.kind).split("-")[0]
+        assert f" {word} " in line.replace("WHILE", "while").replace("IF", "if")
     graph.close()
     for module in modules.values():
         module.close()

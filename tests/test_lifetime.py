@@ -307,6 +307,51 @@ def test_a_node_keeps_what_it_takes(device: dk.Device, stream: dk.Stream) -> Non
     del poison
 
 
+class Closes:
+    """An array of a library that closes a module when it is asked where it is."""
+
+    def __init__(self, module: dk.Module, behind: dk.Buffer) -> None:
+        self.module, self.behind = module, behind
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        self.module.close()
+        data = (self.behind.address, False)
+        return {"version": 3, "data": data, "typestr": self.behind.dtype.str, "shape": self.behind.shape}
+
+
+@pytest.mark.parametrize("how", ["launch", "prepare", "node", "configure"])
+def test_a_kernel_that_its_own_argument_closes(
+    device: dk.Device, module: dk.Module, stream: dk.Stream, how: str
+) -> None:
+    """It is refused, or what was made of it holds its image; and it cannot be used again."""
+    x, own = device.array(X), device.module(SOURCE)
+    kernel = own.kernel("scale")
+    given: dict[str, Any] = {"grid": 4, "block": 256}
+    kernel.launch(stream, args=(x, x, N, 1.0), **given)
+    with dk.Graph(device, "of a closed kernel") as graph:
+        args = (Closes(own, x), x, N, 2.0)
+        graph.kernel(module.kernel("scale"), args=(x, x, N, 1.0), name="first", **given)
+        if how in ("launch", "prepare"):
+            with pytest.raises(dk.ClosedError, match="and kernel 'scale' with it"):
+                getattr(kernel, how)(stream, args=args, **given)
+        elif how == "node":
+            graph.kernel(kernel, args=args, after=graph["first"], **given)
+        exe = graph.instantiate()
+        if how == "configure":
+            exe["first"].configure(kernel=kernel, args=args)
+        exe.launch(stream)
+        stream.synchronize()
+        np.testing.assert_array_equal(x.numpy(), X * (1 if how in ("launch", "prepare") else 2))
+        for again in (kernel.launch, kernel.prepare):
+            with pytest.raises(dk.ClosedError, match="and kernel 'scale' with it"):
+                again(stream, args=(x, x, N, 1.0), **given)
+        with pytest.raises(dk.ClosedError, match="and kernel 'scale' with it"):
+            graph.kernel(kernel, args=(x, x, N, 1.0), **given)
+        exe.close()
+    assert not kernel._free_blocks, "they know the function"
+
+
 def test_a_view_of_pinned_memory_outlives_its_buffer(device: dk.Device) -> None:
     before = kinds()
     pinned = device.pinned(N, np.float32)

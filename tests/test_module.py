@@ -267,6 +267,86 @@ def test_a_prepared_launch(device: dk.Device, module: dk.Module, stream: dk.Stre
     np.testing.assert_array_equal(y.numpy(), X * 2)
 
 
+# ---- templates whose names say little ------------------------------------------------------------------------------
+
+TEMPLATES = dk.Source.from_text(
+    """
+    #include <cuda/std/complex>
+    namespace dk { template <class T, int N> struct V { T v[N]; }; template <class T> struct Pair { T a, b; }; }
+    template <class T> struct same { using type = T; };
+    template <class... Ts> __global__ void many(float* y, Ts... xs) { *y = (float(xs) + ... + 0.0f); }
+    template <class T, int N> __global__ void dot(dk::V<T, N> v, const T* x, T* y, T alpha) {
+      *y = 0;
+      for (int i = 0; i < N; ++i) *y += v.v[i] * x[i] * alpha;
+    }
+    template <template <class> class A, class T> __global__ void total(A<T> a, T* y) { *y = a.a + a.b; }
+    template <class T> __global__ void copy(const typename same<T>::type* x, typename same<T>::type* y) { *y = *x; }
+    __global__ void turned(const cuda::std::complex<float>* x, cuda::std::complex<float>* y,
+                           cuda::std::complex<float> by) { *y = *x * by; }
+    """,
+    "templates.cu",
+)
+
+
+@pytest.fixture(scope="module")
+def templates(device: dk.Device) -> Iterator[dk.Module]:
+    names = ["many<>", "many<int,double>", "dot<float,4>", "total<dk::Pair,float>", "copy<double>", "turned"]
+    with device.module(TEMPLATES, names) as templates:
+        yield templates
+
+
+def run(kernel: dk.Kernel, stream: dk.Stream, *args: Any) -> None:
+    kernel.launch(stream, grid=1, block=1, args=args)
+    stream.synchronize()
+
+
+def test_a_parameter_pack(device: dk.Device, templates: dk.Module, stream: dk.Stream) -> None:
+    y = device.zeros(1, np.float32)
+    kernel = templates.kernel("many<int,double>")
+    assert str(kernel.signature) == "(float*, int, double)"
+    run(kernel, stream, y, 3, 0.5)
+    assert y.numpy().tolist() == [3.5]
+    with pytest.raises(dk.ArgumentError, match=r"args\[1\] wanted int32"):
+        run(kernel, stream, y, 3.0, 0.5)
+    assert str(templates.kernel("many<>").signature) == "(float*)"
+    run(templates.kernel("many<>"), stream, y)
+    assert y.numpy().tolist() == [0]
+
+
+def test_a_type_with_a_value_for_an_argument(device: dk.Device, templates: dk.Module, stream: dk.Stream) -> None:
+    x, y, v = device.array(X), device.zeros(1, np.float32), np.array([1, 2, 3, 4], np.float32)
+    kernel = templates.kernel("dot<float,4>")
+    assert str(kernel.signature) == "(16 bytes v, const float* x, float* y, float alpha)"
+    run(kernel, stream, v.tobytes(), x, y, 2)
+    assert y.numpy().tolist() == [2 * np.dot(v, X[:4])]
+    with pytest.raises(dk.ArgumentError, match=r"args\[1\] 'x' wanted const float\*, a device array of float32"):
+        run(kernel, stream, v.tobytes(), device.zeros(4, np.float64), y, 2.0)
+    with pytest.raises(dk.ArgumentError, match=r"args\[3\] 'alpha' wanted float32, a number"):
+        run(kernel, stream, v.tobytes(), x, y, "2")
+
+
+def test_a_template_for_an_argument(device: dk.Device, templates: dk.Module, stream: dk.Stream) -> None:
+    y, pair = device.zeros(1, np.float32), np.array([1.5, 2], np.float32).tobytes()
+    run(templates.kernel("total<dk::Pair,float>"), stream, pair, y)
+    assert y.numpy().tolist() == [3.5]
+    with pytest.raises(dk.ArgumentError, match=r"args\[1\] 'y' wanted float\*, a device array of float32"):
+        run(templates.kernel("total<dk::Pair,float>"), stream, pair, device.zeros(1, np.int32))
+
+
+def test_a_dependent_type(device: dk.Device, templates: dk.Module, stream: dk.Stream) -> None:
+    x, y = device.array(np.array([0.1])), device.zeros(1, np.float64)
+    run(templates.kernel("copy<double>"), stream, x, y)
+    assert y.numpy().tolist() == [0.1]
+
+
+def test_complex_numbers(device: dk.Device, templates: dk.Module, stream: dk.Stream) -> None:
+    x, y = device.array(np.array([1 + 2j], np.complex64)), device.zeros(1, np.complex64)
+    run(templates.kernel("turned"), stream, x, y, 1j)
+    assert y.numpy().tolist() == [-2 + 1j]
+    with pytest.raises(dk.ArgumentError, match=r"wanted cuda::std::complex<float>\*, a device array of complex64"):
+        run(templates.kernel("turned"), stream, x, device.zeros(1, np.complex128), 1j)
+
+
 # ---- kernels without a mangled name --------------------------------------------------------------------------------
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 import drvkit.native
-from drvkit.native import native
+from drvkit.native import how, native
 
 ADDRESS = (1 << 64) - 1
 
@@ -33,10 +35,73 @@ def bind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
     return make
 
 
-def test_llvmlite_is_used_where_it_is_installed() -> None:
-    pytest.importorskip("llvmlite")
-    absolute = ctypes.cast(ctypes.pythonapi.PyLong_FromLong, ctypes.c_void_p).value or 0
-    assert type(native("PyLong_FromLong", absolute, 1)).__name__ == "builtin_function_or_method"
+def alone(code: str, **environment: str) -> str:
+    """What a process of its own prints; ``labs`` is an address there."""
+    before = "import ctypes, gc, sys, threading; import drvkit.native as native; libc = ctypes.CDLL(None)\n"
+    before += "labs = ctypes.cast(libc.labs, ctypes.c_void_p).value\n"
+    others = {name: value for name, value in os.environ.items() if name != "DRVKIT_NATIVE"}
+    done = subprocess.run(
+        [sys.executable, "-c", before + code], env=others | environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, f"{done.returncode}: {done.stdout}{done.stderr}"
+    return done.stdout.strip()
+
+
+CALL = "print(native.how(), type(native.native('labs', labs, 1)).__name__, native.native('labs', labs, 1)(5))\n"
+
+
+def test_calls_are_compiled() -> None:
+    assert alone(CALL) == "compiled builtin_function_or_method 5"
+
+
+def test_an_environment_variable_forces_ctypes() -> None:
+    assert alone(CALL, DRVKIT_NATIVE="0") == "ctypes CFunctionType 5"
+    assert alone(CALL, DRVKIT_NATIVE="1").startswith("compiled ")
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        "sys.modules['llvmlite'] = None\n",
+        "import llvmlite.binding\ndef fails(): raise OSError('no libllvmlite.so')\n"
+        "llvmlite.binding.initialize_native_target = fails\n",
+        # PR_SET_MDWE: memory that was written is no code. Kernels before 6.3 do not know it: there calls are compiled.
+        "if libc.prctl(65, 1, 0, 0, 0): print('ctypes CFunctionType 5'); sys.exit()\n",
+    ],
+    ids=["package", "library", "right to make code"],
+)
+def test_ctypes_takes_the_place_of_what_is_missing(missing: str) -> None:
+    assert alone(missing + CALL) == "ctypes CFunctionType 5"
+
+
+def test_threads_that_come_first_share_a_compiler_that_lives() -> None:
+    code = """
+sys.setswitchinterval(1e-6)
+made, functions, count = [], [], 8
+make = native._Compiler.__init__
+def counted(self):
+    make(self)
+    made.append(self)
+native._Compiler.__init__ = counted
+barrier = threading.Barrier(count)
+def work(number):
+    barrier.wait()
+    functions.append(native.native(f"labs{number}", labs, 1))
+threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(len(made), len(functions))
+made.clear()
+gc.collect()
+more = [native.native("labs", labs, 1) for _ in range(20)]
+print(sum(function(5) for function in functions + more))
+"""
+    assert alone(code).split() == ["1", "8", str(5 * 28)]
+
+
+def test_it_says_how(bind: Any) -> None:
+    assert how() in ("compiled", "ctypes")
+    assert type(bind(lambda: 0, 0)).__name__ == {"compiled": "builtin_function_or_method"}.get(how(), "CFunctionType")
 
 
 @pytest.mark.parametrize("parameters", [0, 1, 2, 5, 9])
@@ -77,7 +142,6 @@ def test_what_does_not_fit_is_not_called(bind: Any, args: tuple[Any, ...]) -> No
 
 @pytest.mark.parametrize("args", [(1, 2), (-1,), (1 << 64,)])
 def test_a_compiled_function_takes_no_more_than_it_can(args: tuple[int, ...]) -> None:
-    pytest.importorskip("llvmlite")
     never = native("never", 0, 1)
     with pytest.raises((TypeError, OverflowError)):
         never(*args)

@@ -620,6 +620,51 @@ def test_a_node_of_a_closed_module_can_be_changed_in_an_exec(
     np.testing.assert_array_equal(y.numpy(), X * 3)
 
 
+@pytest.mark.parametrize("call", ["set", "launch", "update"])
+def test_what_is_closed_during_a_call_outlives_it(
+    device: dk.Device, module: dk.Module, stream: dk.Stream, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """As another thread may do, because the GIL is released meanwhile."""
+    x, names = device.array(X), ("closed meanwhile", "other")
+    graph, other = (dk.Graph(device, name) for name in names)
+    for each in (graph, other):
+        scaled(each, module, x, x, 1.0, name="node")
+    exe = graph.instantiate()
+    node = exe["node"]
+    during: list[str] = []
+
+    def there() -> list[str]:
+        gc.collect()
+        return sorted(f"{thing.kind} {thing.name}" for thing in dk.live() if thing.name in names)
+
+    def closing(function: Callable[..., int]) -> Callable[..., int]:
+        def closes(*args: int) -> int:
+            for each in (exe, graph, other):
+                each.close()
+            during.extend(there())
+            return function(*args)
+
+        return closes
+
+    if call == "set":
+        monkeypatch.setattr(node, "_apply", closing(node._apply))
+        node.set(alpha=2.0)
+    elif call == "launch":
+        monkeypatch.setattr(exe, "_launch", closing(exe._launch))
+        exe.launch(stream)
+        stream.synchronize()
+    else:
+        raw = device.driver.raw
+        monkeypatch.setattr(device.driver, "raw", lambda *how: closing(raw(*how)))
+        exe.update(other)
+        monkeypatch.undo()
+    used = ["exec closed meanwhile", "graph closed meanwhile"]
+    assert during == (used if call != "update" else [*used, "graph other"])
+    assert there() == []
+    with pytest.raises(dk.ClosedError, match="exec of graph 'closed meanwhile' is closed"):
+        node.set(alpha=3.0)
+
+
 @pytest.mark.parametrize("way", ["update", "child"])
 def test_an_update_keeps_the_memory_of_the_other_graph(
     device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream, way: str

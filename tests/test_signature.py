@@ -403,6 +403,70 @@ def test_what_pointers_point_to_is_given_back_to_be_held() -> None:
     assert not any(isinstance(thing, Buffer) for thing in held), "holding a Buffer would not survive its close"
 
 
+@pytest.mark.parametrize("namespace", ["cuda::std", "std", "thrust"])
+@pytest.mark.parametrize(("part", "dtype"), [("float", np.complex64), ("double", np.complex128)])
+def test_complex_numbers(namespace: str, part: str, dtype: Any) -> None:
+    ctype, size = f"{namespace}::complex<{part}>", np.dtype(dtype).itemsize
+    assert packed(f"{ctype}*", buffer(dtype=dtype)) == (0x1000).to_bytes(8, "little")
+    assert packed(f"{ctype}*", Foreign(dtype)) == (0x2000).to_bytes(8, "little")
+    other = {np.complex64: np.complex128, np.complex128: np.complex64}[dtype]
+    for array in (buffer(dtype=other), buffer(dtype=np.float32), Foreign("<f8")):
+        assert f"a device array of {np.dtype(dtype).name}" in refusal(f"{ctype}*", array)
+    if part == "double":
+        assert "aligned to 16 bytes" in refusal(f"{ctype}*", buffer(dtype=dtype, address=0x1008))
+    want = dtype(1.5 - 2j)
+    for value in (1.5 - 2j, np.complex64(1.5 - 2j), np.complex128(1.5 - 2j), want.tobytes()):
+        assert packed(ctype, value) == want.tobytes()
+    assert packed(ctype, 3) == packed(ctype, 3.0) == dtype(3).tobytes()
+    for value in (True, "1", None, bytes(size - 1), np.zeros(1, dtype), buffer(dtype=dtype)):
+        assert "args[0] 'p' wanted" in refusal(ctype, value)
+    assert signature(ctype).parameters[0].unpack(want.tobytes()) == want
+
+
+@pytest.mark.parametrize("ctype", ["id<float>::type*", "const Traits::type*", "dk::Box<float, 4>*"])
+def test_a_pointer_to_what_only_the_compiler_knows_takes_any_dtype(ctype: str) -> None:
+    for dtype in (np.float32, np.int64, np.complex64, np.uint8):
+        assert packed(ctype, buffer(dtype=dtype)) == (0x1000).to_bytes(8, "little")
+    assert "got float32" in refusal("Plain*", buffer()), "a struct of one name takes records and bytes"
+
+
+class Elsewhere:
+    """An array of a library that says by DLPack on which device it is."""
+
+    def __init__(self, kind: int, ordinal: int) -> None:
+        self.place = (kind, ordinal)
+        self.behind = buffer()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.place
+
+    def __dlpack__(self, **how: Any) -> Any:
+        return self.behind.__dlpack__()
+
+
+@pytest.mark.parametrize("types", [[CType("float", 1)], None])
+def test_a_foreign_array_of_another_device_is_refused(types: Any) -> None:
+    asked: list[int] = []
+
+    def locate(address: int) -> int | None:
+        asked.append(address)
+        return {0x2000: 1, 0x3000: 0}.get(address)
+
+    arguments = Arguments(Signature("k", types, ["p"], [(0, 8)], "cuda:1", locate))
+    device = cast(Device, SimpleNamespace(driver=SimpleNamespace(kind="cuda"), id="cuda:1", ordinal=1))
+    everywhere: list[Any] = [Elsewhere(3, 0), Elsewhere(13, 0)]
+    here: Any
+    for here in (Elsewhere(2, 1), buffer(device=device), *everywhere):
+        arguments.pack((here,))
+    assert set(asked) <= {0x1000}, "of page-locked and managed memory, which is everywhere"
+    for here in (Foreign(), Foreign(address=0x4000)):  # on the device; unknown to the driver
+        arguments.pack((here,))
+    there: Any
+    for there in (Elsewhere(2, 0), Foreign(address=0x3000)):
+        with pytest.raises(ArgumentError, match=r"args\[0\] 'p' wanted .* on cuda:1, got .* on cuda:0"):
+            arguments.pack((there,))
+
+
 # ---- parameters of which only the size is known --------------------------------------------------------------------
 
 
@@ -539,6 +603,21 @@ def test_parameters_are_found_by_name_or_position() -> None:
         ("_Z1k6__halfP13__nv_fp8_e4m3", ["__half", "__nv_fp8_e4m3*"]),
         ("_Z3fooP6float4PPfbaxy", ["float4*", "float**", "bool", "signed char", "long long", "unsigned long long"]),
         ("_Z1kPKPKf", ["float* const*"]),
+        ("_Z2k4IJEEvDpT_", []),
+        ("_Z2k4IJiPfPKdEEvDpT_", ["int", "float*", "const double*"]),
+        ("_Z2k4IJifEEviDpPKT_", ["int", "const int*", "const float*"]),
+        ("_Z2k6IiJPfdEEvT_DpT0_f", ["int", "float*", "double", "float"]),
+        ("_Z2k5IJifEEvDp3BoxIT_E", None),  # how many there are is lost
+        ("_Z2k8PA4_fPA4_KfPFviEPf", ["void*", "void*", "void*", "float*"]),  # to arrays and to a function
+        ("_Z1kM1Sfi", ["None", "int"]),  # a pointer to a member
+        (
+            "_Z2k7N4cuda3std3__47complexIdEEPKNS2_IfEE",
+            ["cuda::std::complex<double>", "const cuda::std::complex<float>*"],
+        ),
+        (
+            "_Z1kPN6thrust23THRUST_300000_SM_900_NS7complexIfEE",
+            ["thrust::complex<float>*"],
+        ),
         ("_Z1kN2dk4ArgsE", ["dk::Args"]),
         (
             "_Z1khstjlmdc",
@@ -578,6 +657,10 @@ def test_the_label_of_a_symbol() -> None:
         ("cudaGraphConditionalHandle", "unsigned long long"),
         ("const struct dk::Args*", "const dk::Args*"),
         ("float const *const *", "float* const*"),
+        ("std::size_t*", "unsigned long*"),
+        ("const cuda::std::complex<float>*", "const cuda::std::complex<float>*"),
+        ("thrust::complex<double>", "thrust::complex<double>"),
+        ("std::complex< float >", "std::complex<float>"),
     ],
 )
 def test_types_as_declared(text: str, want: str) -> None:
@@ -589,6 +672,31 @@ def test_a_declaration_that_only_a_compiler_reads_is_not_guessed() -> None:
     assert declared_types(["const real*", "Args*"]) == [CType("void", 1, True), CType("void", 1)]
     assert declared_types(["const float[]", "float [4]"]) == [CType("float", 1, True), CType("float", 1)]
     assert declared_types([]) == []
+
+
+@pytest.mark.parametrize(
+    ("declared", "argument", "want"),
+    [
+        ("T", "float", "float"),
+        ("T*", "float", "float*"),
+        ("const T*", "half", "const __half*"),
+        ("T*", "const float", "const float*"),
+        ("T", "const float*", "const float*"),
+        ("const T*", "float*", "float* const*"),
+        ("T*", "float*", "float**"),
+        ("T**", "const float", "float**"),
+        ("T* const*", "int", "int* const*"),
+        ("const T*", "Other", "const void*"),
+        ("T", "Other", "None"),
+        ("T*", "float&", "None"),
+        ("cuda::std::complex<T>*", "float", "cuda::std::complex<float>*"),
+        ("const dk::V<T,N>*", "float", "const void*"),
+        ("typename T::type", "Other", "None"),
+        ("int", "float", "int"),
+    ],
+)
+def test_a_template_argument_stands_for_its_parameter(declared: str, argument: str, want: str) -> None:
+    assert [str(ctype) for ctype in declared_types([declared], {"T": argument, "N": "4"})] == [want]
 
 
 @pytest.mark.parametrize(

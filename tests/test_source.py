@@ -177,6 +177,39 @@ def test_templates_are_told(header: str) -> None:
     assert (kernel.name, kernel.template, kernel.line) == ("k", True, 2)
 
 
+@pytest.mark.parametrize(
+    ("header", "names"),
+    [
+        ("template <typename T, class U>", ("T", "U")),
+        ("template <class, int N = (4 > 2), bool>", ("", "N", "")),
+        ("template <template <class, int> class A, class T = float>", ("A", "T")),
+        ("template <class T, class... Ts>", ("T", "Ts...")),
+        ("template <Good T, typename T::type V, unsigned>", ("T", "V", "")),
+        ("template <>", ("",)),
+    ],
+)
+def test_the_parameters_of_a_template(header: str, names: tuple[str, ...]) -> None:
+    assert only(f"{header} __global__ void k(int n) {{}}").template_parameters == names
+    assert only("__global__ void k(int n) {}").template_parameters == ()
+
+
+@pytest.mark.parametrize(
+    ("expression", "bound"),
+    [
+        ("k<float,4,int>", {"T": "float", "N": "4"}),
+        ("ns::k< const float *, sizeof(int) >", {"T": "const float*", "N": "sizeof(int)"}),
+        ("k<dk::V<float,4>,5>", {"T": "dk::V<float, 4>", "N": "5"}),
+        ("k<unsigned long long>", {"T": "unsigned long long"}),
+        ("k<>", {}),
+        ("k", {}),
+        ("_Z1kIfLi4EEvT_", {}),
+    ],
+)
+def test_what_a_name_expression_gives_for_the_parameters(expression: str, bound: dict[str, str]) -> None:
+    kernel = only("template <class T, int N, class... Ts> __global__ void k(T x, Ts... xs) {}")
+    assert kernel.bound(expression) == bound
+
+
 def test_extern_c_single_and_block() -> None:
     text = 'extern "C" __global__ void a() {}\nextern "C" { __global__ void b(); }\n__global__ void c() {}'
     assert [(k.name, k.extern_c) for k in Source.from_text(text).kernels()] == [("a", True), ("b", True), ("c", False)]

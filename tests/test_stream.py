@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from kernels import SOURCE, ints
 
 import drvkit as dk
-from drvkit.device import HELD_PER_BATCH
+from drvkit.device import DEFAULT_STREAMS, HELD_PER_BATCH
 
 N = 1000
 X = np.arange(N, dtype=np.float32)
@@ -295,6 +296,130 @@ def test_a_stream_whose_host_node_raised_is_closed_all_the_same(device: dk.Devic
     stream.close()
     device.synchronize()
     assert x.numpy().tolist() == [1]
+
+
+# ---- default streams and several devices ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def second(device: dk.Device) -> dk.Device:
+    """Another device of the same kind."""
+    if device.driver.cuDeviceGetCount() < 2:
+        pytest.skip("needs two devices")
+    return dk.Device(f"{device.driver.kind}:1")
+
+
+@pytest.mark.parametrize("handle", DEFAULT_STREAMS)
+def test_a_default_stream_in_a_thread_that_never_touched_cuda(
+    device: dk.Device, module: dk.Module, handle: int
+) -> None:
+    kernel, x, y = module.kernel("scale"), device.array(X), device.zeros((5, N), np.float32)
+    how: dict[str, Any] = {"grid": 4, "block": 256}
+    graph = dk.Graph(device, "on a default stream")
+    graph.kernel(kernel, args=(x, y[1], N, 3.0), **how)
+    exe, event = graph.instantiate(), device.event()
+    prepared = kernel.prepare(Foreign(handle), args=(x, y[2], N, 4.0), **how)
+    steps: list[Callable[[dk.Stream], Any]] = [
+        lambda stream: kernel.launch(stream, args=(x, y[0], N, 2.0), **how),
+        lambda stream: kernel.launch(stream, args=(x, y[0], N, 2.0), cooperative=True, **how),
+        lambda stream: exe.upload(stream),
+        lambda stream: exe.launch(stream),
+        lambda stream: prepared(),
+        lambda stream: y[3].copy_from(x, stream),
+        lambda stream: y[4].fill(6.0, stream),
+        lambda stream: event.record(stream),
+        lambda stream: stream.wait(event),
+        lambda stream: stream.done,
+        lambda stream: stream.settle(),
+        lambda stream: stream.synchronize(),
+    ]
+    stream = device.as_stream(Foreign(handle))
+    for step in steps:
+        in_threads(partial(step, stream))
+        stream.synchronize()
+    in_threads(*[partial(step, stream) for step in steps])
+    device.synchronize()
+    np.testing.assert_array_equal(y.numpy(), [X * 2, X * 3, X * 4, X, np.full_like(X, 6)])
+    stream.close()
+
+
+@pytest.mark.parametrize("handle", DEFAULT_STREAMS)
+def test_default_streams_of_two_devices_in_one_thread(
+    device: dk.Device, module: dk.Module, second: dk.Device, handle: int
+) -> None:
+    devices, modules = (device, second), (module, second.module(SOURCE))
+    xs = [dev.array(X) for dev in devices]
+    graphs = [dk.Graph(dev, dev.id) for dev in devices]
+    for mod, x, graph in zip(modules, xs, graphs, strict=True):
+        graph.kernel(mod.kernel("scale"), grid=4, block=256, args=(x, x, N, 0.5))
+    execs = [graph.instantiate() for graph in graphs]
+    streams = [dev.as_stream(Foreign(handle)) for dev in devices]
+    for _ in range(2):
+        for mod, x, exe, stream in zip(modules, xs, execs, streams, strict=True):
+            mod.kernel("scale").launch(stream, grid=4, block=256, args=(x, x, N, 4.0))
+            exe.launch(stream)
+            exe.launch(stream)
+    for stream, x in zip(streams, xs, strict=True):
+        stream.synchronize()
+        np.testing.assert_array_equal(x.numpy(), X)
+        stream.close()
+
+
+@pytest.mark.parametrize("handle", [*DEFAULT_STREAMS, None])
+def test_a_stream_of_another_device_is_refused_the_first_time_and_after(
+    device: dk.Device, module: dk.Module, second: dk.Device, handle: int | None
+) -> None:
+    ours = device.stream() if handle is None else device.as_stream(Foreign(handle))
+    theirs = second.stream() if handle is None else second.as_stream(Foreign(handle))
+    kernel, x = module.kernel("scale"), device.array(X)
+    with dk.Graph(device, "here") as graph:
+        graph.kernel(kernel, grid=1, block=1, args=(x, x, 1, 1.0))
+        exe = graph.instantiate()
+    for _ in range(3):
+        for launch in (
+            partial(kernel.launch, grid=4, block=256, args=(x, x, N, 1.0)),
+            partial(kernel.prepare, grid=4, block=256, args=(x, x, N, 1.0)),
+            exe.launch,
+        ):
+            launch(ours)
+            with pytest.raises(ValueError, match=f"belongs to {second.id}, not to {device.id}"):
+                launch(theirs)
+    ours.close()
+    theirs.close()
+
+
+def test_streams_with_equal_handles_are_told_apart_by_a_launch(device: dk.Device, module: dk.Module) -> None:
+    one, other = (device.as_stream(Foreign(handle)) for handle in DEFAULT_STREAMS[:2])
+    assert one.raw is not dk.Stream._borrow(device, 0).raw
+    assert other.raw == 1
+    for stream in (one, other):
+        stream.close()
+        assert stream.raw is None
+
+
+@pytest.mark.parametrize("grid", [4, np.int64(4)])
+def test_a_closed_stream_is_not_taken_for_none(device: dk.Device, module: dk.Module, grid: Any) -> None:
+    """Extents that are no plain integers leave a block filled for no stream, and a closed one has no handle."""
+    kernel, x = module.kernel("scale"), device.array(X)
+    given: dict[str, Any] = {"block": 256, "args": (x, x, N, 1.0)}
+    with device.stream() as stream:
+        kernel.launch(stream, grid=4, **given)
+        kernel.launch(stream, grid=grid, **given)
+        stream.synchronize()
+    for _ in range(2):
+        with pytest.raises(dk.ClosedError, match=f"stream {stream.name} .* is closed"):
+            kernel.launch(stream, grid=4, **given)
+
+
+def test_where_an_address_is(device: dk.Device, second: dk.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    for dev in (device, second):
+        x = dev.zeros(N, np.float32)
+        assert device.locate(x.address + 4) == second.locate(x.address) == dev.ordinal
+        assert device.locate(dev.pinned(N, np.float32).address) is None
+    assert device.locate(0) is None
+    monkeypatch.setattr(device, "alone", True)
+    monkeypatch.setattr(device, "driver", None)
+    assert device.locate(x.address) is None, "there is nothing to ask"
 
 
 # ---- threads -------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from rich.table import Table
 from drvkit.device import Device
 from drvkit.driver import DriverError
 from drvkit.graph import Graph
+from drvkit.native import how
 from drvkit.source import Source
 
 SOURCE = """
@@ -477,6 +478,7 @@ def header(shared: Shared) -> str:
     cuda = shared.device.driver.cuDriverGetVersion()
     parts = [f"{shared.device.name}, driver for CUDA {cuda // 1000}.{cuda % 1000 // 10}", cpu]
     parts.append(f"Python {platform.python_version()}")
+    parts.append(f"drvkit's calls {how()}")
     for package in ("cuda-bindings", "cuda-core", "cupy-cuda13x"):
         try:
             parts.append(f"{package} {version(package)}")
