@@ -8,6 +8,7 @@ if the caller drops them at once.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import re
 import threading
 import weakref
@@ -172,7 +173,12 @@ class Device:
                     return None
                 if driver.cuPointerGetAttribute(names.CU_POINTER_ATTRIBUTE_IS_MANAGED, address):
                     return None
-                return int(driver.cuPointerGetAttribute(names.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address))
+                ordinal = ctypes.c_int()  # the bindings (13.3) give 0 for every device
+                at, which = ctypes.addressof(ordinal), int(names.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
+                code = driver.raw("cuPointerGetAttribute", 3)(at, which, address)
+                if code:
+                    raise driver.error("cuPointerGetAttribute", code)
+                return ordinal.value
         except DriverError as error:
             if error.code != "CUDA_ERROR_INVALID_VALUE":
                 raise
