@@ -237,7 +237,7 @@ def build(
     names: Sequence[str] = (),
     *,
     arch: str,
-    kind: Literal["cubin", "ptx"] = "cubin",
+    kind: Literal["cubin", "ptx"] | None = None,
     options: Sequence[str] = (),
     std: str = "c++17",
     lineinfo: bool = True,
@@ -249,6 +249,7 @@ def build(
         names: name expressions of what is wanted, ``"scale<float>"``. None means every kernel that is no template,
             save those that their name does not tell apart (overloads) or that a preprocessor condition leaves out.
         arch: ``"sm_90a"``; for PTX also ``"compute_90a"``.
+        kind: by default PTX for a ``compute`` arch and a cubin for the others.
         options: further options of NVRTC, as they are. With ``-I`` or ``-include`` the cache is not used, because it
             cannot know what is read.
         cache: None for no cache.
@@ -267,6 +268,8 @@ def build(
             raise TypeError(f"build: {what}: wanted text such as {example!r}, got {text!r}")
     if cache is not None and not isinstance(cache, Cache):
         raise TypeError(f"build: cache: wanted a Cache or None, got {cache!r}")
+    if kind is None:
+        kind = "ptx" if isinstance(arch, str) and arch.startswith("compute_") else "cubin"
     if kind not in ("cubin", "ptx"):
         raise ValueError(f"kind: wanted cubin or ptx, got {kind!r}")
     arch = _checked_arch(arch, kind)

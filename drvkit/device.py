@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import re
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -67,10 +69,12 @@ class Context:
 
 
 class Device:
-    """One device: ``Device("cuda:0")``, ``Device("cuda")`` or ``Device()`` for the first GPU.
+    """One device: ``Device("cuda:0")``, ``Device("cpu")``, ...
 
-    The same name gives the same object. Its primary context becomes current in the thread that makes it first.
-    `DriverError` where there is no driver, `ValueError` where there is no such device.
+    ``Device()`` is what ``DRVKIT_DEVICE`` in the environment names, else the first GPU, else, said in a line on stderr,
+    the CPU device, which executes the PTX that NVRTC emits. The same name gives the same object. Its primary context
+    becomes current in the thread that makes it first. `DriverError` where there is no driver, `ValueError` where there
+    is no such device.
     """
 
     _known: ClassVar[dict[str, Device]] = {}
@@ -79,9 +83,10 @@ class Device:
     def __new__(cls, name: str | None = None) -> Device:
         if name is not None and not isinstance(name, str):
             raise TypeError(f"device name: wanted text such as 'cuda:0', got {name!r}")
-        match = re.fullmatch(r"([a-z]+)(?::(\d+))?", name or "cuda")
+        name = name if name is not None else os.environ.get("DRVKIT_DEVICE") or _default()
+        match = re.fullmatch(r"([a-z]+)(?::(\d+))?", name)
         if not match:
-            raise ValueError(f"device name {name!r}: wanted 'cuda' or 'cuda:<number>'")
+            raise ValueError(f"device name {name!r}: wanted 'cuda', 'cpu', 'cuda:<number>' or 'cpu:<number>'")
         kind, ordinal = match[1], int(match[2] or 0)
         identity = f"{kind}:{ordinal}"
         with cls._lock:
@@ -143,7 +148,12 @@ class Device:
 
     @property
     def arch(self) -> str:
-        """What kernels are compiled for: ``"sm_90a"``. From 9.0 on with the features of exactly this architecture."""
+        """What kernels are compiled for: ``"sm_90a"``. From 9.0 on with the features of exactly this architecture.
+
+        ``"compute_90"`` for the CPU device: it takes PTX.
+        """
+        if self.driver.kind == "cpu":
+            return "compute_90"
         major, minor = self.compute_capability
         return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
@@ -283,6 +293,23 @@ class Device:
 
     def __reduce__(self) -> tuple[type[Device], tuple[str]]:
         return Device, (self.id,)
+
+
+NO_GPU = ("NO_LIBRARY", "CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_STUB_LIBRARY")  # no driver, or nothing for it to drive
+
+
+@cache
+def _default() -> str:
+    try:
+        if open_driver("cuda").cuDeviceGetCount():
+            return "cuda"
+        why = "the driver has no device"
+    except DriverError as error:
+        if error.code not in NO_GPU:
+            raise
+        why = str(error)
+    print(f"drvkit: no GPU here ({why}); kernels run on the CPU device", file=sys.stderr)
+    return "cpu"
 
 
 class Capturing:

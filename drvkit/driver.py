@@ -131,6 +131,10 @@ class Driver(_Door):
             return DriverError(call, str(code), "a result code that these bindings do not know")
         status, text = self.api.cuGetErrorString(code)
         meaning = text.decode() if not status and text else "no description"
+        explain = getattr(self.api, "explain", None)  # the CPU device knows more
+        report = explain(code) if explain is not None else None
+        if report:
+            meaning += f": {report}"
         error = DriverError(call, code.name, meaning)
         if code.name.startswith("CUDA_ERROR_STREAM_CAPTURE"):
             self.in_capture.refused = error
@@ -171,10 +175,12 @@ class Nvrtc(_Door):
 @cache
 def open_driver(kind: str = "cuda") -> Driver:
     """The driver for a device kind; ``cuInit`` is done. `DriverError` where it cannot be used here."""
-    if kind != "cuda":
-        raise ValueError(f"no driver for device kind {kind!r}; there is 'cuda'")
-    from cuda.bindings import driver as api
-
+    if kind == "cuda":
+        from cuda.bindings import driver as api
+    elif kind == "cpu":
+        from .cpu import driver as api
+    else:
+        raise ValueError(f"no driver for device kind {kind!r}; there are 'cuda' and 'cpu'")
     driver = Driver(kind, api)
     driver.cuInit(0)
     return driver

@@ -16,6 +16,9 @@ N = 1024
 
 def main() -> None:
     dev = open_device()
+    if dev.id.startswith("cpu"):
+        print("CuPy needs a GPU: nothing to show")
+        return
     try:
         import cupy
     except ImportError:

@@ -5,7 +5,7 @@ The graph computes, on the device alone:
     h = alpha x;  while any h > limit: h = h / 2;  z = h + 1 if flag else h - 1;  y = 3 z
 
 It runs on a million random numbers and on eight ones, is changed by name and by content, and each result is compared
-with numpy, bit for bit. Where there is no GPU the kernels are compiled all the same, and the demo ends there.
+with numpy, bit for bit; on the CPU device where there is no GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from _common import NO_GPU, check
+from _common import check, open_device
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -25,22 +25,6 @@ import drvkit as dk
 
 BLOCK = 256
 LIMIT = 100.0
-PLAN = """\
-  zero    memset turns <- 0
-  double  scale<float>: h = 2 x                              after zero
-  test    set_condition_above<float>: any h > limit          after double
-  shrink  WHILE any h > limit                                after test
-    halve   scale<float>: h = h / 2
-    turn    add_scalar<float>: turns = turns + 1             after halve
-    test    set_condition_above<float>: any h > limit        after turn
-  decide  set_condition<bool>: flag                          after shrink
-  branch  IF flag                                            after decide
-    then:   plus one, add_scalar<float>: z = h + 1
-    else:   minus one, add_scalar<float>: z = h - 1
-  triple  scale<float>: y = 3 z                              after branch"""
-
-# What stands for T in the kernels that do not take float.
-TYPES = {"set_condition": "int", "set_condition_below_count": "int"}
 
 
 class Stages:
@@ -115,7 +99,8 @@ def run(dev: dk.Device) -> None:
     names = (["scale<float>"], ["add_scalar<float>"], ["set_condition_above<float>", "set_condition<bool>"])
     with stages.stage("image") as said:
         images = [dk.build(source, wanted, arch=dev.arch) for source, wanted in zip(sources, names, strict=True)]
-        said += [f"{len(images)} cubins for {dev.arch}, {sum(len(image.data) for image in images)} bytes"]
+        nbytes = sum(len(image.data) for image in images)
+        said += [f"{len(images)} times {images[0].kind} for {dev.arch}, {nbytes} bytes"]
     with stages.stage("module") as said:
         modules = [dev.module(image) for image in images]
         said += [f"{len(modules)} loaded"]
@@ -172,37 +157,8 @@ def run(dev: dk.Device) -> None:
     Console().print(stages.table)
 
 
-def compile_only(arch: str) -> None:
-    table = Table("file", "kernel", "bytes", "ms")
-    for column in table.columns[2:]:
-        column.justify = "right"
-    place = dk.Source.find("scale").path
-    assert place is not None
-    for path in sorted(place.parent.glob("*.cu")):
-        source = dk.Source.find(path)
-        for kernel in source.kernels():
-            name = kernel.qualified
-            if kernel.template:
-                name += f"<{TYPES.get(name, 'float')}>"
-            start = perf_counter()
-            image = dk.build(source, [name], arch=arch, cache=None)
-            table.add_row(path.name, name, str(len(image.data)), f"{(perf_counter() - start) * 1e3:.0f}")
-    Console().print(table)
-
-
 def main() -> None:
-    try:
-        dev = dk.Device()
-    except dk.DriverError as error:
-        if error.code not in NO_GPU:
-            raise
-        print(f"no GPU here: {error}")
-        print("compiling every kernel for sm_90a, which needs none:")
-        compile_only("sm_90a")
-        print(f"the graph itself needs a device. There it would be:\n{PLAN}")
-        return
-    print(f"device: {dev.name} ({dev.id}, {dev.arch})")
-    run(dev)
+    run(open_device())
     print("ok")
 
 

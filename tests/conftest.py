@@ -15,27 +15,30 @@ from kernels import SOURCE
 from numpy.typing import DTypeLike, NDArray
 
 from drvkit import ops
-from drvkit.device import Device, Stream
-from drvkit.driver import DriverError
+from drvkit.device import NO_GPU, Device, Stream
+from drvkit.driver import DriverError, open_driver
 from drvkit.graph import Graph
 from drvkit.lifetime import live
 from drvkit.memory import Buffer
 from drvkit.module import Module
 
-NO_GPU = ("NO_LIBRARY", "CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_STUB_LIBRARY")
-
 _FAILED = pytest.StashKey[bool]()
 
 
-@pytest.fixture(scope="session")
-def device() -> Device:
-    """The first GPU. A test that asks for it is skipped where there is none, and for no other reason."""
+def _devices() -> list[str]:
+    """The CPU device, and the first GPU where there is one."""
     try:
-        return Device("cuda")
+        return ["cpu", "cuda"] if open_driver("cuda").cuDeviceGetCount() else ["cpu"]
     except DriverError as error:
         if error.code not in NO_GPU:
             raise
-        pytest.skip(f"needs a GPU: {error}")
+        return ["cpu"]
+
+
+@pytest.fixture(scope="session", params=_devices())
+def device(request: pytest.FixtureRequest) -> Device:
+    """Each device in turn."""
+    return Device(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +155,8 @@ class CuPyArrays:
     """Arrays as `cupy.ndarray`. CuPy cannot name bfloat16: it is carried as uint16, which no test uses as such."""
 
     def __init__(self, device: Device) -> None:
+        if device.driver.kind != "cuda":
+            pytest.skip("CuPy's arrays are on a GPU")
         self.device = device
         self.cupy = pytest.importorskip("cupy", reason="needs CuPy", exc_type=ImportError)
 

@@ -1,0 +1,522 @@
+"""A kernel as blocks in the order in which a warp runs them.
+
+Calls are inlined, guarded instructions with effects become branches, and a block ends where a warp may have to stop.
+The blocks stand in reverse post-order with the blocks of a loop together: a warp that always runs its lowest block
+meets again at post-dominators, and runs a loop until the last lane has left it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from .ptx import (
+    SIZES,
+    Function,
+    Immediate,
+    Instruction,
+    Label,
+    Memory,
+    Module,
+    Negated,
+    Operand,
+    Pair,
+    PtxError,
+    Register,
+    Special,
+    Symbol,
+    Variable,
+    Vector,
+)
+
+__all__ = ["BUILT_IN", "Block", "Flow", "callee_of", "defined", "used"]
+
+BUILT_IN = ("vprintf", "cudaGraphSetConditional", "__assertfail")  # functions that the device itself has
+
+
+def _opcodes(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Without a result: all their operands are read.
+_NO_RESULT = _opcodes(
+    "st red bar barrier membar fence bra brx ret exit trap call cp prefetch prefetchu discard "
+    "applypriority nanosleep griddepcontrol stmatrix multimem mbarrier pmevent brkpt"
+)
+_POLLS = frozenset({"volatile", "acquire", "relaxed", "mmio"})
+_TERMINATORS = frozenset({"bra", "brx", "ret", "exit", "trap"})
+_MEETS = frozenset(["shfl", "vote", "match", "redux", "elect", "mma", "ldmatrix", "stmatrix", "movmatrix"])
+# Without effects beyond their registers: a guard selects the result.
+_PURE = _opcodes(
+    "mov cvta cvt add sub mul mad mad24 mul24 fma div rem neg abs min max and or xor not cnot shl shr shf "
+    "lop3 setp set selp slct popc clz bfind fns brev bfe bfi bmsk szext prmt dp4a dp2a sad testp copysign "
+    "rcp sqrt rsqrt sin cos lg2 ex2 tanh addc subc madc isspacep mapa getctarank activemask vabsdiff4 "
+    "vadd4 vsub4 vmin4 vmax4 vavrg4 vset4"
+)
+
+
+_MAY_BE_GUARDED = _PURE | _TERMINATORS - {"trap"}
+
+
+def has_result(i: Instruction) -> bool:
+    if i.opcode == "multimem":
+        return i.modifiers[0] == "ld_reduce"
+    if i.opcode == "mbarrier":
+        if i.modifiers[0] in ("test_wait", "try_wait", "pending_count"):
+            return True
+        return (
+            i.modifiers[0].startswith("arrive") and not isinstance(i.operands[0], Memory) and i.operands[0] is not None
+        )
+    if i.opcode == "barrier_result":
+        return True
+    return i.opcode not in _NO_RESULT
+
+
+def _registers(operand: Operand) -> Iterator[Register]:
+    if isinstance(operand, Register):
+        yield operand
+    elif isinstance(operand, Memory):
+        yield from _registers(operand.base)
+        yield from _registers(operand.extra)
+    elif isinstance(operand, Vector):
+        for element in operand.elements:
+            yield from _registers(element)
+    elif isinstance(operand, Pair):
+        yield from _registers(operand.first)
+        yield from _registers(operand.second)
+    elif isinstance(operand, Negated):
+        yield from _registers(operand.operand)
+
+
+def defined(i: Instruction) -> list[Register]:
+    """The registers that it writes."""
+    return list(_registers(i.operands[0])) if i.operands and has_result(i) else []
+
+
+def used(i: Instruction) -> list[Register]:
+    """The registers that it reads."""
+    operands = i.operands[1:] if has_result(i) else i.operands
+    found = [register for operand in operands for register in _registers(operand)]
+    if i.guard is not None:
+        found.append(i.guard)
+        if has_result(i):  # where the guard is false the old value stays
+            found += defined(i)
+    return found
+
+
+def polls(i: Instruction) -> bool:
+    """Whether it may see what others do: a loop around it must let them run."""
+    if i.opcode == "ld":
+        return bool(_POLLS & set(i.modifiers))
+    return i.opcode in ("atom", "nanosleep") or (i.opcode == "mbarrier" and i.modifiers[0].endswith("_wait"))
+
+
+def suspends(i: Instruction) -> bool:
+    """Whether the warp stops after it, until something else has happened."""
+    if i.opcode in ("bar", "barrier"):
+        return not {"warp", "arrive", "cluster"} & set(i.modifiers)
+    if i.opcode == "call":
+        return callee_of(i) != "cudaGraphSetConditional"
+    return False
+
+
+def stands(i: Instruction) -> bool:
+    """Whether the warp stays at it until something has happened: it begins a block, to be looked at again."""
+    return (i.opcode == "griddepcontrol" and i.modifiers[0] == "wait") or (
+        i.opcode == "barrier" and i.modifiers[:2] == ("cluster", "wait")
+    )
+
+
+def meets(i: Instruction) -> bool:
+    """Whether the lanes of a warp wait for each other at it."""
+    return i.opcode in _MEETS or (i.opcode in ("bar", "barrier") and i.modifiers[0] == "warp")
+
+
+def ordering(i: Instruction) -> bool:
+    """Whether others may notice when it happens: where hostile schedules interrupt."""
+    if i.opcode in ("ld", "st"):
+        return bool(({"volatile", "acquire", "release", "relaxed", "mmio"}) & set(i.modifiers))
+    return i.opcode in ("atom", "red", "fence", "membar", "multimem", "nanosleep") or i.opcode == "mbarrier"
+
+
+def callee_of(i: Instruction) -> str:
+    """The function that a call names."""
+    target = next((operand for operand in i.operands if isinstance(operand, Symbol)), None)
+    if target is None:
+        raise PtxError(f"{i.where}: a call through a pointer is not supported")
+    return target.name
+
+
+@dataclass(eq=False)
+class Block:
+    """Instructions that run one after another."""
+
+    instructions: list[Instruction] = field(default_factory=list)
+    successors: list[int] = field(default_factory=list)  # of a conditional branch: if taken, if not
+    live_in: frozenset[Register] = frozenset()
+    live_out: frozenset[Register] = frozenset()
+
+    @property
+    def last(self) -> Instruction | None:
+        return self.instructions[-1] if self.instructions else None
+
+
+class Flow:
+    """What the code generator needs to know of a kernel.
+
+    Attributes:
+        blocks: the first is the entry.
+        variables: local and shared variables of the kernel and of what is inlined, by unique name.
+        loops: blocks of each loop, by the number of its head.
+        polling: back edges (from, to) of loops that wait for others.
+        uniform: registers that have one value in all threads of a launch at all times, in the order of definition.
+    """
+
+    def __init__(self, module: Module, kernel: Function, *, interruptible: bool = False) -> None:
+        self.module, self.kernel = module, kernel
+        self.variables: dict[str, Variable] = {}
+        self.targets: dict[str, list[str]] = {}  # of indirect branches, by the name of their list
+        self._labels = 0
+        body = list(self._inlined(kernel, {}, {}, ""))
+        body = list(self._unguarded(body))
+        blocks, labels = self._split(body, interruptible)
+        self._connect(blocks, labels)
+        self._order(blocks)
+        self._find_uniform()
+        self._fold_constants()
+        self._find_live()
+
+    # One body
+
+    def _inlined(
+        self,
+        function: Function,
+        symbols: dict[str, str],
+        registers: dict[Register, Register],
+        suffix: str,
+        callers: tuple[str, ...] = (),
+    ) -> Iterator[Instruction | Label]:
+        """The body with that of all callees in it. ``symbols`` and ``registers`` rename what is the callee's own."""
+        if function.name in callers:
+            raise PtxError(f"kernel {self.kernel.name}: {function.name} calls itself, which is not supported")
+        for name, variable in function.variables.items():
+            unique = name if variable.space == "shared" else f"{name}{suffix}"
+            symbols[name] = unique
+            self.variables[unique] = replace(variable, name=unique)
+        end = f"end{suffix}"
+
+        def renamed(operand: Operand) -> Operand:
+            if isinstance(operand, Register):
+                if not suffix:
+                    return operand
+                if operand not in registers:
+                    registers[operand] = Register(f"{operand.name}{suffix}", operand.type)
+                return registers[operand]
+            if isinstance(operand, Symbol):
+                return Symbol(symbols.get(operand.name, operand.name), operand.offset)
+            if isinstance(operand, Memory):
+                return Memory(renamed(operand.base), operand.offset, renamed(operand.extra))  # type: ignore[arg-type]
+            if isinstance(operand, Vector):
+                return Vector(tuple(map(renamed, operand.elements)))
+            if isinstance(operand, Pair):
+                return Pair(renamed(operand.first), renamed(operand.second))
+            if isinstance(operand, Negated):
+                return Negated(renamed(operand.operand))
+            return operand
+
+        for name in (item.name for item in function.body if isinstance(item, Label)):
+            symbols[name] = f"{name}{suffix}"
+        for name in function.targets:
+            symbols[name] = f"{name}{suffix}"
+            self.targets[f"{name}{suffix}"] = [f"{target}{suffix}" for target in function.targets[name]]
+        for item in function.body:
+            if isinstance(item, Label):
+                yield Label(symbols[item.name])
+                continue
+            guard = renamed(item.guard)
+            assert guard is None or isinstance(guard, Register)
+            i = replace(item, operands=tuple(map(renamed, item.operands)), guard=guard)
+            if suffix and i.opcode == "ret":
+                yield replace(i, opcode="bra", modifiers=(), operands=(Symbol(end),))
+            elif i.opcode == "call" and callee_of(i) not in BUILT_IN:
+                yield from self._call(i, (*callers, function.name))
+            else:
+                yield i
+        if suffix:
+            yield Label(end)
+
+    def _call(self, i: Instruction, callers: tuple[str, ...]) -> Iterator[Instruction | Label]:
+        name = callee_of(i)
+        callee = self.module.functions.get(name)
+        if callee is None or not callee.defined:
+            raise PtxError(f"{i.where}: kernel {self.kernel.name} calls {name}, which is not defined")
+        lists = [operand.elements for operand in i.operands if isinstance(operand, Vector)]
+        results = lists[0] if callee.results else ()
+        given = lists[-1] if callee.parameters else ()
+        self._labels += 1
+        suffix = f"^{self._labels}"
+        symbols: dict[str, str] = {}
+        for formal, actual in (*zip(callee.results, results, strict=True), *zip(callee.parameters, given, strict=True)):
+            if not isinstance(actual, Symbol):
+                raise PtxError(f"{i.where}: arguments of a call are parameters in memory")
+            symbols[formal.name] = actual.name
+        skip = Label(f"skip{suffix}")
+        if i.guard is not None:
+            yield replace(
+                i, opcode="bra", modifiers=(), operands=(Symbol(skip.name),), guard_negated=not i.guard_negated
+            )
+        yield from self._inlined(callee, symbols, {}, suffix, callers)
+        yield skip
+
+    def _unguarded(self, body: list[Instruction | Label]) -> Iterator[Instruction | Label]:
+        for item in body:
+            if isinstance(item, Label) or item.guard is None or item.opcode in _MAY_BE_GUARDED:
+                yield item
+            else:
+                self._labels += 1
+                skip = f"skip^{self._labels}"
+                yield replace(
+                    item, opcode="bra", modifiers=(), operands=(Symbol(skip),), guard_negated=not item.guard_negated
+                )
+                yield replace(item, guard=None, guard_negated=False)
+                yield Label(skip)
+
+    # Blocks
+
+    def _split(self, body: list[Instruction | Label], interruptible: bool) -> tuple[list[Block], dict[str, int]]:
+        blocks, labels = [Block()], {}
+        waits = any(isinstance(item, Instruction) and polls(item) for item in body)  # some lanes of a warp for others
+        for item in body:
+            if isinstance(item, Label):
+                if blocks[-1].instructions:
+                    blocks.append(Block())
+                labels[item.name] = len(blocks) - 1
+                continue
+            first_meeting = waits and meets(item) and not any(map(meets, blocks[-1].instructions))
+            if blocks[-1].instructions and (stands(item) or first_meeting):
+                blocks.append(Block())
+            blocks[-1].instructions.append(item)
+            if item.opcode in ("bar", "barrier") and "red" in item.modifiers:
+                blocks.append(Block([replace(item, opcode="barrier_result")]))
+            elif item.opcode in _TERMINATORS or suspends(item) or (interruptible and ordering(item)):
+                blocks.append(Block())
+        if not blocks[-1].instructions:  # where labels at the very end point to
+            last = next((item for item in reversed(body) if isinstance(item, Instruction)), None)
+            if last is not None:
+                blocks[-1].instructions.append(
+                    replace(last, opcode="exit", modifiers=(), operands=(), guard=None, guard_negated=False)
+                )
+        return blocks, labels
+
+    def _connect(self, blocks: list[Block], labels: dict[str, int]) -> None:
+        def target(i: Instruction, name: str) -> int:
+            if name not in labels:
+                raise PtxError(f"{i.where}: there is no label {name}")
+            return labels[name]
+
+        for number, block in enumerate(blocks):
+            last, following = block.last, number + 1
+            if last is not None and last.opcode == "bra":
+                (goal,) = (operand for operand in last.operands if isinstance(operand, Symbol))
+                block.successors = [target(last, goal.name)] + ([following] if last.guard is not None else [])
+            elif last is not None and last.opcode == "brx":
+                listed = last.operands[1]
+                assert isinstance(listed, Symbol)
+                block.successors = [target(last, name) for name in self.targets[listed.name]]
+            elif last is not None and last.opcode in ("ret", "exit"):
+                block.successors = [following] if last.guard is not None else []
+            elif last is not None and last.opcode == "trap":
+                block.successors = []
+            elif following < len(blocks):
+                block.successors = [following]
+
+    def _order(self, blocks: list[Block]) -> None:
+        order = _reverse_post_order(blocks)
+        place = {block: index for index, block in enumerate(order)}
+        predecessors: dict[int, list[int]] = {block: [] for block in order}
+        for block in order:
+            for successor in blocks[block].successors:
+                predecessors[successor].append(block)
+        dominator = _dominators(order, place, predecessors)
+        loops: dict[int, set[int]] = {}
+        for block in order:
+            for head in blocks[block].successors:
+                if _dominates(dominator, head, block):
+                    inside = loops.setdefault(head, {head})
+                    pending = [block]
+                    while pending:
+                        member = pending.pop()
+                        if member not in inside:
+                            inside.add(member)
+                            pending += predecessors[member]
+        together: list[int] = []
+        placed: set[int] = set()
+
+        def place_all(members: set[int]) -> None:
+            for block in order:
+                if block in members and block not in placed:
+                    placed.add(block)
+                    together.append(block)
+                    if block in loops:
+                        place_all(loops[block] - {block})
+
+        place_all(set(order))
+        number = {block: index for index, block in enumerate(together)}
+        self.blocks = [blocks[block] for block in together]
+        for each in self.blocks:
+            each.successors = [number[successor] for successor in each.successors]
+        self.loops = {number[head]: {number[member] for member in inside} for head, inside in loops.items()}
+        # An edge to an earlier or the same block closes a loop, also in a graph that is not reducible.
+        self.back_edges = {(at, to) for at, each in enumerate(self.blocks) for to in each.successors if to <= at}
+        self.polling = set()
+        for at, to in self.back_edges:
+            inside = self.loops.get(to, set(range(to, at + 1)))
+            if any(polls(i) for member in inside for i in self.blocks[member].instructions):
+                self.polling.add((at, to))
+
+    # Registers
+
+    def _find_uniform(self) -> None:
+        definitions: dict[Register, list[Instruction]] = {}
+        for block in self.blocks:
+            for i in block.instructions:
+                for register in defined(i):
+                    definitions.setdefault(register, []).append(i)
+        parameters = {parameter.name for parameter in self.kernel.parameters}
+        self.uniform: dict[Register, Instruction] = {}
+
+        def constant(operand: Operand) -> bool:
+            if isinstance(operand, Register):
+                return operand in self.uniform
+            if isinstance(operand, Special):
+                return operand.name.startswith(("%ntid", "%nctaid", "%ctaid", "%nwarpid", "%nsmid"))
+            if isinstance(operand, Symbol):
+                variable = self.variables.get(operand.name)
+                return variable is None or variable.space not in ("local", "param")
+            if isinstance(operand, Vector):
+                return all(map(constant, operand.elements))
+            return operand is not None and not isinstance(operand, Memory | Pair)
+
+        changed = True
+        while changed:
+            changed = False
+            for block in self.blocks:
+                for i in block.instructions:
+                    target = i.operands[0] if i.operands else None
+                    if not isinstance(target, Register) or target in self.uniform or i.guard is not None:
+                        continue
+                    if not has_result(i) or "cc" in i.modifiers or len(definitions.get(target, ())) != 1:
+                        continue
+                    if i.opcode == "ld" and i.modifiers[0] == "param":
+                        source = i.operands[1]
+                        fixed = (
+                            isinstance(source, Memory)
+                            and isinstance(source.base, Symbol)
+                            and source.base.name in parameters
+                        )
+                    elif i.opcode == "cvta":
+                        fixed = i.modifiers[-2] in ("global", "const", "param") and constant(i.operands[1])
+                    else:
+                        fixed = i.opcode in _UNIFORM and all(map(constant, i.operands[1:]))
+                    if fixed:
+                        self.uniform[target] = i
+                        changed = True
+
+    def _fold_constants(self) -> None:
+        """Registers that hold a number for good are that number where they are read."""
+        numbers: dict[Register, Immediate] = {}
+        for register, i in self.uniform.items():
+            source = i.operands[1]
+            if i.opcode == "mov" and isinstance(source, Immediate) and register.type != "pred":
+                wide = 8 * SIZES[register.type]
+                if source.type == "int" or wide == {"f32": 32, "f64": 64, "bits": wide}[source.type]:
+                    numbers[register] = Immediate(source.bits & (1 << wide) - 1, "bits")
+
+        def folded(operand: Operand) -> Operand:
+            if isinstance(operand, Register):
+                return numbers.get(operand, operand)
+            if isinstance(operand, Vector):
+                return Vector(tuple(map(folded, operand.elements)))
+            return operand
+
+        def fold(i: Instruction) -> Instruction:
+            first = 1 if has_result(i) else 0
+            operands = (*i.operands[:first], *map(folded, i.operands[first:]))
+            return i if operands == i.operands else replace(i, operands=operands)
+
+        for block in self.blocks:
+            block.instructions = [fold(i) for i in block.instructions]
+        self.uniform = {register: fold(i) for register, i in self.uniform.items()}
+
+    def _find_live(self) -> None:
+        reads: list[set[Register]] = []
+        writes: list[set[Register]] = []
+        for block in self.blocks:
+            read: set[Register] = set()
+            written: set[Register] = set()
+            for i in block.instructions:
+                read |= {register for register in used(i) if register not in written and register not in self.uniform}
+                written |= {register for register in defined(i) if register not in self.uniform}
+            reads.append(read)
+            writes.append(written)
+        live_in = [set(read) for read in reads]
+        changed = True
+        while changed:
+            changed = False
+            for number in reversed(range(len(self.blocks))):
+                out: set[Register] = set().union(*(live_in[each] for each in self.blocks[number].successors))
+                needed = reads[number] | (out - writes[number])
+                if needed != live_in[number]:
+                    live_in[number] = needed
+                    changed = True
+        for number, block in enumerate(self.blocks):
+            block.live_in = frozenset(live_in[number])
+            block.live_out = frozenset().union(*(live_in[each] for each in block.successors))
+
+
+# What may be computed once for the whole launch: cheap, and without state.
+_UNIFORM = _opcodes("mov cvt add sub mul mad and or xor not shl shr neg min max selp setp div rem")
+
+
+def _reverse_post_order(blocks: list[Block]) -> list[int]:
+    seen = {0}
+    post: list[int] = []
+    stack: list[tuple[int, Iterator[int]]] = [(0, iter(blocks[0].successors))]
+    while stack:
+        block, successors = stack[-1]
+        for successor in successors:
+            if successor not in seen:
+                seen.add(successor)
+                stack.append((successor, iter(blocks[successor].successors)))
+                break
+        else:
+            post.append(block)
+            stack.pop()
+    return post[::-1]
+
+
+def _dominators(order: list[int], place: dict[int, int], predecessors: dict[int, list[int]]) -> dict[int, int]:
+    """The immediate dominator of each block (Cooper, Harvey and Kennedy, "A Simple, Fast Dominance Algorithm")."""
+    dominator = {order[0]: order[0]}
+    changed = True
+    while changed:
+        changed = False
+        for block in order[1:]:
+            known = [each for each in predecessors[block] if each in dominator]
+            nearest = known[0]
+            for other in known[1:]:
+                while nearest != other:
+                    while place[nearest] > place[other]:
+                        nearest = dominator[nearest]
+                    while place[other] > place[nearest]:
+                        other = dominator[other]
+            if dominator.get(block) != nearest:
+                dominator[block] = nearest
+                changed = True
+    return dominator
+
+
+def _dominates(dominator: dict[int, int], above: int, block: int) -> bool:
+    while block != above and dominator[block] != block:
+        block = dominator[block]
+    return block == above

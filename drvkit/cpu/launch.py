@@ -1,0 +1,507 @@
+"""A launch in flight."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import compiler
+from .fault import Fault
+from .lower.core import FAULTS
+from .memory import Allocation, memory
+from .state import (
+    COPIES,
+    EXITED,
+    REGISTERS,
+    SHARED_STRIDE,
+    BlockState,
+    BufferedStore,
+    Code,
+    CopyState,
+    GridState,
+    SlotState,
+    StoreBuffer,
+    WarpState,
+    WarpStatus,
+)
+
+if TYPE_CHECKING:
+    from .program import Function
+
+__all__ = ["Grid"]
+
+MULTIPROCESSORS = 132  # as an H200 has
+FUEL = 1 << 20  # loop iterations of a warp, until others get their turn
+FIRST_WARP = -(-ctypes.sizeof(BlockState) // 64) * 64
+
+
+STORES = 512  # that a store buffer holds
+BUFFER_BYTES = ctypes.sizeof(StoreBuffer) + STORES * ctypes.sizeof(BufferedStore)
+
+
+@cache
+def _device_buffer(device: int) -> NDArray[np.uint8]:
+    """Stores that the blocks of a device see, and nobody else."""
+    buffer = np.zeros(BUFFER_BYTES, np.uint8)
+    StoreBuffer.from_address(buffer.ctypes.data).capacity = STORES
+    return buffer
+
+
+class Slot:
+    """Room for a resident cluster."""
+
+    def __init__(
+        self, block_bytes: int, blocks: int, shared_bytes: int, local_bytes: int, copies_bytes: int, buffer_bytes: int
+    ) -> None:
+        self.key = (block_bytes, blocks, shared_bytes, local_bytes, copies_bytes, buffer_bytes)
+        self.buffers = np.zeros(blocks * buffer_bytes, np.uint8)
+        self.states = np.zeros(block_bytes * blocks + 64, np.uint8)
+        self.copies = np.zeros(copies_bytes, np.uint8)
+        self.address = -(-self.states.ctypes.data // 64) * 64
+        self.shared: Allocation | None = None
+        self.local: Allocation | None = None
+        if shared_bytes:
+            window = (blocks - 1) * SHARED_STRIDE + shared_bytes
+            self.shared = memory.allocate(window, "shared", align=1024)
+            memory.allow(self.shared.address, window, False)
+        if local_bytes:
+            self.local = memory.allocate(local_bytes, "local")
+
+    def fill(self, state: SlotState) -> None:
+        state.blocks = self.address
+        state.shared = self.shared.address if self.shared else 0
+        state.local = self.local.address if self.local else 0
+        state.copies = self.copies.ctypes.data
+        state.buffers = self.buffers.ctypes.data
+        state.active = 0
+
+    def close(self) -> None:
+        for allocation in (self.shared, self.local):
+            if allocation is not None and not allocation.freed:
+                memory.free(allocation.address)
+
+
+@lru_cache(maxsize=256)
+def _template(block: tuple[int, int, int]) -> NDArray[np.uint8]:
+    """The warps of a block as they begin, without their registers."""
+    x, y, z = block
+    threads = x * y * z
+    warps = -(-threads // 32)
+    states = np.zeros((warps, REGISTERS), np.uint8)
+    linear = np.arange(warps * 32, dtype=np.uint32).reshape(warps, 32)
+    columns = {
+        "pc": np.where(linear < threads, 0, EXITED).astype(np.uint32),
+        "tid_x": linear % x,
+        "tid_y": linear // x % y,
+        "tid_z": linear // (x * y),
+        "index": np.arange(warps, dtype=np.uint32)[:, None],
+        "polled": np.full((warps, 1), 0xFFFFFFFF, np.uint32),
+    }
+    for name, values in columns.items():
+        offset = getattr(WarpState, name).offset
+        data = np.ascontiguousarray(values, np.uint32).view(np.uint8)
+        states[:, offset : offset + data.shape[1]] = data
+    return states.reshape(-1)
+
+
+class Grid:
+    """A launch, advanced bit by bit.
+
+    Attributes:
+        triggered: whether all blocks have let dependent launches begin, or have ended.
+        dependencies_done: whether ``griddepcontrol.wait`` may pass.
+    """
+
+    _serial = 0
+
+    def __init__(
+        self,
+        function: Function,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        params: bytes,
+        *,
+        shared: int,
+        cluster: tuple[int, int, int],
+        cooperative: bool,
+        device: int,
+    ) -> None:
+        compiled = function.compiled
+        explored = function.program.mode == "explored"
+        self.function, self.grid, self.block, self.cluster = function, grid, block, cluster
+        self.run, self.code = compiler.runtime(), function.address
+        threads = block[0] * block[1] * block[2]
+        warps = -(-threads // 32)
+        blocks = cluster[0] * cluster[1] * cluster[2]
+        clusters = grid[0] * grid[1] * grid[2] // blocks
+        self.params = memory.allocate(max(len(params), 1), "param", written=True)
+        memory.write(self.params.address, params)
+        addresses = [function.program.variables[name][0] for name in compiled.globals]
+        self._globals = np.array([*addresses, 0], np.uint64)
+        self._template = _template(block)
+        shared_bytes = compiled.dynamic_offset + shared if shared else compiled.shared_bytes
+        copies = COPIES * ctypes.sizeof(CopyState) if compiled.uses_copies else 0
+        block_bytes = FIRST_WARP + warps * compiled.warp_bytes
+        self._slot_key = (
+            block_bytes,
+            blocks,
+            shared_bytes,
+            blocks * warps * 32 * compiled.local_bytes,
+            blocks * warps * copies,
+            BUFFER_BYTES if explored else 0,
+        )
+        resident = MULTIPROCESSORS * max(1, min(32, 2048 // (warps * 32), 233472 // (shared_bytes + 1024)))
+        self.capacity = clusters if cooperative else min(clusters, max(1, resident // blocks))
+        self.slots: list[Slot] = []
+        self._slot_states = (SlotState * 1)()
+        self.state = GridState(
+            memory_base=memory.base,
+            memory_bytes=memory.nbytes,
+            shadow=memory.shadow,
+            params=self.params.address,
+            globals=self._globals.ctypes.data,
+            grid=grid,
+            block=block,
+            cluster=cluster,
+            threads=threads,
+            warps=warps,
+            cluster_blocks=blocks,
+            shared_bytes=shared_bytes,
+            dynamic_shared_bytes=shared,
+            local_bytes=compiled.local_bytes,
+            device=device,
+            explicit_cluster=blocks > 1,
+            dependencies_done=1,
+            clusters=clusters,
+            block_bytes=block_bytes,
+            warp_bytes=compiled.warp_bytes,
+            template=self._template.ctypes.data,
+            fuel=FUEL,
+            copies_bytes=copies,
+            room=1,
+            buffer_bytes=BUFFER_BYTES if explored else 0,
+            device_buffer=_device_buffer(device).ctypes.data if explored else 0,
+        )
+        Grid._serial += 1
+        self.state.id = Grid._serial & 0xFFFFFFFF
+        self.done = False
+        self._stalled: tuple[int, bytes] | None = None  # how it was when it last looked in vain
+        self._add_slot()
+
+    # Running
+
+    def advance(self, fuel: int = 4096, *, passes: int = 8, step: int = 0) -> str:
+        """Run on: "done", "running", or "stalled" if it looked again and is as it was. `Fault` when it failed.
+
+        ``fuel`` counts turns of clusters. Where no warp stores anything they look again for so many ``passes``, and
+        the device's clock jumps by ``step`` ns each time.
+        """
+        if self.done:
+            return "done"
+        address = ctypes.addressof(self.state)
+        while True:
+            code = self.run.run(address, self.code, fuel, passes, step)
+            if code == Code.WAITING:
+                self._add_slot()
+                continue
+            if code == Code.HOST:
+                self._host_call()
+                continue
+            if code == Code.FAULT:
+                fault = self._fault()
+                self.close()
+                raise fault
+            if code == Code.DONE:
+                self.close()
+                return "done"
+            if code == Code.SLICED:
+                return "running"
+            now = (self.state.stores, self.snapshot())
+            same, self._stalled = now == self._stalled, now
+            return "stalled" if same else "running"
+
+    def step(self, choose: Callable[[int], int]) -> str:
+        """One turn of one warp, as ``choose(n)`` picks it out of n, between hostile delays of buffered stores.
+
+        For programs that are loaded to be explored. As `advance`, but "stalled" only says that the warp polled.
+        """
+        if self.done:
+            return "done"
+        state, run = self.state, compiler.runtime()
+        address = ctypes.addressof(state)
+        if state.next_cluster < state.clusters and (state.in_use < self.capacity or self._idle()) and not choose(2):
+            self._begin()
+        ready = [pair for pair in self._warps() if pair[1].status == WarpStatus.READY]
+        if not ready:
+            if state.next_cluster < state.clusters and (state.in_use < self.capacity or self._idle()):
+                self._begin()
+                return "running"
+            return "stalled"
+        self._settle(choose)
+        block, warp = ready[choose(len(ready))]
+        at = ctypes.addressof(warp), ctypes.addressof(block)
+        state.current, state.current_block = at
+        code = run.kernel(self.code)(*at, address)
+        if code == Code.DONE:
+            run.ended(address, at[1], at[0])
+            leader = BlockState.from_address(block.leader)
+            if not leader.cluster_live:
+                self._slot_of(block.leader).active = 0
+                if state.next_cluster == state.clusters and not any(slot.active for slot in self._slot_states):
+                    self.settle_all()
+                    self.close()
+                    return "done"
+        elif code == Code.HOST:
+            self._host_call()
+        elif code == Code.FAULT:
+            fault = self._fault()
+            self.close()
+            raise fault
+        return "stalled" if code == Code.POLLING else "running"
+
+    def _idle(self) -> bool:
+        return any(not slot.active for slot in self._slot_states)
+
+    def _slot_of(self, leader: int) -> SlotState:
+        return next(slot for slot in self._slot_states if slot.blocks == leader)
+
+    def _begin(self) -> None:
+        """Put the next cluster into a slot."""
+        state = self.state
+        if not self._idle() or state.in_use < len(self.slots):
+            if state.in_use == len(self.slots):
+                self._add_slot()
+            slot = self._slot_states[state.in_use]
+            state.in_use += 1
+        else:
+            slot = next(each for each in self._slot_states if not each.active)
+        compiler.runtime().begin(ctypes.addressof(state), ctypes.addressof(slot), state.next_cluster)
+        state.next_cluster += 1
+
+    def _buffers(self) -> Iterator[int]:
+        for slot in self._slot_states:
+            if slot.active:
+                for rank in range(self.state.cluster_blocks):
+                    yield slot.buffers + rank * BUFFER_BYTES
+        yield self.state.device_buffer
+
+    def _settle(self, choose: Callable[[int], int]) -> None:
+        """Let a buffered store go on its way, or not."""
+        waiting = [at for at in self._buffers() if StoreBuffer.from_address(at).count]
+        if waiting and not choose(4):
+            at = waiting[choose(len(waiting))]
+            picked = choose(StoreBuffer.from_address(at).count)
+            compiler.runtime().settle(ctypes.addressof(self.state), at, picked)
+
+    def settle_all(self) -> None:
+        """Let everybody see everything."""
+        for at in self._buffers():
+            compiler.runtime().drain(ctypes.addressof(self.state), at)
+
+    def _add_slot(self) -> None:
+        spare = self.function.spare
+        slot = next((each for each in spare if each.key == self._slot_key), None)
+        if slot is None:
+            slot = Slot(*self._slot_key)
+        else:
+            spare.remove(slot)
+        self.slots.append(slot)
+        states = (SlotState * len(self.slots))()
+        for state, old in zip(states, self._slot_states, strict=False):
+            ctypes.memmove(ctypes.addressof(state), ctypes.addressof(old), ctypes.sizeof(SlotState))
+        slot.fill(states[-1])
+        for rank in range(self.state.cluster_blocks if self.state.buffer_bytes else 0):
+            buffer = StoreBuffer.from_address(states[-1].buffers + rank * BUFFER_BYTES)
+            buffer.count, buffer.capacity, buffer.following = 0, STORES, self.state.device_buffer
+        self._slot_states = states
+        self.state.slots = ctypes.addressof(states)
+        self.state.slot_count = len(states)
+        if len(states) == self.capacity:
+            self.state.room = 0  # no more of them
+
+    def close(self) -> None:
+        """Give back what it used; it is over."""
+        if self.done:
+            return
+        self.done = True
+        self.function.spare += self.slots
+        del self.function.spare[64:]
+        self.slots = []
+        memory.free(self.params.address)
+
+    # What others ask
+
+    @property
+    def triggered(self) -> bool:
+        blocks = self.state.clusters * self.state.cluster_blocks
+        return bool(self.done or self.state.triggered >= blocks)
+
+    @property
+    def dependencies_done(self) -> bool:
+        return bool(self.state.dependencies_done)
+
+    @dependencies_done.setter
+    def dependencies_done(self, value: bool) -> None:
+        self.state.dependencies_done = value
+
+    @property
+    def stores(self) -> int:
+        """Grows with every store."""
+        return int(self.state.stores)
+
+    def snapshot(self) -> bytes:
+        """All that decides what it does next, besides memory."""
+        return b"".join(slot.states.tobytes() for slot in self.slots) + bytes(self._slot_states)
+
+    def _warps(self) -> Iterator[tuple[BlockState, WarpState]]:
+        for slot, state in zip(self.slots, self._slot_states, strict=False):
+            if not state.active:
+                continue
+            for rank in range(self.state.cluster_blocks):
+                block_at = slot.address + rank * self.state.block_bytes
+                block = BlockState.from_address(block_at)
+                for number in range(self.state.warps):
+                    at = block_at + FIRST_WARP + number * self.state.warp_bytes
+                    yield block, WarpState.from_address(at)
+
+    def waiting(self) -> list[str]:
+        """Who waits where, for a report; the first of many."""
+        found: dict[str, list[str]] = {}
+        for block, warp in self._warps():
+            if warp.status == WarpStatus.DONE:
+                continue
+            place = self.function.place(warp.place)
+            what = f"at barrier {warp.barrier}" if warp.status == WarpStatus.WAITING else f"in {place.name}"
+            found.setdefault(f"{what}, {place.where}", []).append(f"block {tuple(block.index)} warp {warp.index}")
+        lines = []
+        for what, who in found.items():
+            more = f" and {len(who) - 4} more warps" if len(who) > 4 else ""
+            lines.append(f"kernel {self.function.name}: {', '.join(who[:4])}{more}: {what}")
+        return lines
+
+    # Faults
+
+    def _thread(self, lane: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        block = BlockState.from_address(self.state.current_block)
+        warp = WarpState.from_address(self.state.current)
+        return tuple(block.index), (warp.tid_x[lane], warp.tid_y[lane], warp.tid_z[lane])
+
+    def _fault(self) -> Fault:
+        state = self.state
+        kind = FAULTS[state.fault_kind]
+        place = self.function.place(state.fault_place)
+        block, thread = self._thread(state.fault_lane & 31)
+        who = f"kernel {self.function.name}, {place.where} ({place.name}), block {block}, thread {thread}"
+        address, nbytes = state.fault_address, state.fault_bytes
+        where = self._where(address)
+        reads = place.name.split(".")[0] in ("ld", "ldu", "ldmatrix", "atom", "red") or kind == "not written"
+        verb = "reads" if reads else "writes"
+        access = f"{verb} {nbytes} bytes at {address:#x}"
+        if kind == "not allocated":
+            return Fault("CUDA_ERROR_ILLEGAL_ADDRESS", f"{who}: {access}: {where}")
+        if kind == "misaligned":
+            return Fault(
+                "CUDA_ERROR_MISALIGNED_ADDRESS", f"{who}: {access}, which is not a multiple of {nbytes}: {where}"
+            )
+        if kind == "not written":
+            late = (
+                "a cp.async that was not waited for writes there" if self._copying(address) else "nothing was written"
+            )
+            return Fault("CUDA_ERROR_ILLEGAL_ADDRESS", f"{who}: {access}, where {late}: {where}")
+        if kind == "trap":
+            return Fault("CUDA_ERROR_LAUNCH_FAILED", f"{who}: the kernel gave up (trap)")
+        if kind == "barrier divergence":
+            lanes = "a part of the warp is elsewhere"
+            return Fault(
+                "CUDA_ERROR_LAUNCH_FAILED", f"{who}: not all threads of the warp come to this barrier: {lanes}"
+            )
+        if kind == "warp divergence":
+            lanes = "lanes that its mask names are elsewhere"
+            return Fault("CUDA_ERROR_LAUNCH_FAILED", f"{who}: {lanes}")
+        return Fault("CUDA_ERROR_LAUNCH_FAILED", f"{who}: {kind}")
+
+    def _where(self, address: int) -> str:
+        for slot in self.slots:
+            for window, name in ((slot.shared, "shared"), (slot.local, "local")):
+                if window is not None and window.address <= address < window.address + window.room:
+                    offset = address - window.address
+                    if name == "shared":
+                        return f"byte {offset % SHARED_STRIDE} of {self.state.shared_bytes} bytes of shared memory"
+                    return f"byte {offset % max(self.state.local_bytes, 1)} of a thread's local memory"
+        return memory.place(address)
+
+    def _copying(self, address: int) -> bool:
+        """Whether a cp.async that is pending writes there."""
+        if not self.function.compiled.uses_copies:
+            return False
+        for _, warp in self._warps():
+            for number in range(warp.copies_done, warp.copies_begun):
+                at = warp.copies + number % COPIES * ctypes.sizeof(CopyState)
+                entry = CopyState.from_address(at)
+                for lane in range(32):
+                    if entry.mask >> lane & 1 and entry.target[lane] <= address < entry.target[lane] + entry.nbytes:
+                        return True
+        return False
+
+    # Calls that Python answers
+
+    def _host_call(self) -> None:
+        warp = WarpState.from_address(self.state.current)
+        for lane in range(32):
+            if not warp.host_mask >> lane & 1:
+                continue
+            values = [
+                ctypes.c_uint64.from_address(at + lane * self.state.local_bytes).value for at in warp.host_args if at
+            ]
+            if warp.host_call == 1:
+                sys.stdout.write(_formatted(values[0], values[1]))
+            else:
+                message, file = (ctypes.string_at(value).decode(errors="replace") for value in values[:2])
+                line = values[2] & 0xFFFFFFFF
+                function = ctypes.string_at(values[3]).decode(errors="replace")
+                block, thread = self._thread(lane)
+                self.close()
+                where = f"{file}:{line}: {function}: block {block}, thread {thread}"
+                raise Fault("CUDA_ERROR_ASSERT", f"{where}: assertion `{message}` failed")
+
+
+def _formatted(text: int, arguments: int) -> str:
+    """What a printf of the device writes: the arguments lie one after another, aligned to their sizes."""
+    template = ctypes.string_at(text).decode(errors="replace")
+    at = arguments
+
+    def one(match: re.Match[str]) -> str:
+        nonlocal at
+        flags, length, kind = match[1], match[2], match[3]
+        if kind == "%":
+            return "%"
+        stars = flags.count("*")
+        for _ in range(stars):
+            flags = flags.replace("*", str(ctypes.c_int32.from_address(at).value), 1)
+            at += 4
+        wide = length in ("l", "ll", "z", "j", "t") or kind in "eEfFgGaAsp"
+        size = 8 if wide else 4
+        at = -(-at // size) * size
+        raw = ctypes.string_at(at, size)
+        at += size
+        if kind in "eEfFgG":
+            return ("%" + flags + kind) % float(np.frombuffer(raw, np.float64)[0])
+        if kind in "aA":
+            return float(np.frombuffer(raw, np.float64)[0]).hex()
+        if kind == "s":
+            return ("%" + flags + "s") % ctypes.string_at(int.from_bytes(raw, "little")).decode(errors="replace")
+        if kind == "p":
+            return f"{int.from_bytes(raw, 'little'):#x}"
+        number = int.from_bytes(raw, "little", signed=kind in "di")
+        if kind == "c":
+            return chr(number & 0xFF)
+        return ("%" + flags + ("d" if kind in "diu" else kind)) % number
+
+    return re.sub(r"%([-+ #0-9.*]*)(hh|h|ll|l|z|j|t)?([diouxXeEfFgGaAcsp%])", one, template)

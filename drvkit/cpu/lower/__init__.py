@@ -1,0 +1,6 @@
+"""PTX instructions -> LLVM IR: one file per family, one function per opcode."""
+
+from . import access, arithmetic, bits, convert, float, matrix, special, sync, warp
+from .core import LOWERINGS, Lower, UnsupportedError
+
+__all__ = ["LOWERINGS", "Lower", "UnsupportedError", "access", "arithmetic", "bits", "convert", "float", "matrix", "special", "sync", "warp"]

@@ -1,0 +1,350 @@
+"""Barriers, fences, asynchronous copies, calls to what the device itself has.
+
+Source: PTX ISA, "Parallel Synchronization and Communication Instructions", "Data Movement and Conversion Instructions:
+Asynchronous copy".
+"""
+
+from __future__ import annotations
+
+from ..flow import callee_of
+from ..ir import Value, constant, vector
+from ..memory import ALLOCATED, WRITTEN
+from ..ptx import Immediate, Instruction, Memory, Negated, Operand, Register, Symbol, Vector
+from ..state import EXITED, BlockState, Code
+from .access import load_bytes, send, space_of, store_bytes
+from .core import WARP, Lower, lowers
+
+# Barriers
+
+
+@lowers("bar", "barrier")
+def barrier(e: Lower, i: Instruction) -> None:
+    """A warp counts as 32 threads, whole or not."""
+    modifiers = i.modifiers
+    if "warp" in modifiers:
+        from .warp import warp_barrier
+
+        warp_barrier(e, i)
+        return
+    if modifiers[0] == "cluster":
+        _cluster_barrier(e, i)
+        return
+    b = e.b
+    together = b.name("together")
+    apart = b.name("apart")
+    other = b.load("i32", e.other_slot, align=4)
+    b.branch(b.compare("icmp eq", other, constant("i32", EXITED)), together, apart, likely=True)
+    b.label(apart)
+    e.fault("barrier divergence", i)
+    b.label(together)
+    arrive, reduce = "arrive" in modifiers, "red" in modifiers
+    operands = list(i.operands[1:] if reduce else i.operands)
+    predicate: Operand = operands.pop() if reduce else None
+    number = first_lane(e, operands[0])
+    expected = first_lane(e, operands[1]) if len(operands) > 1 else constant("i32", 0)
+    votes = constant("i32", 0)
+    if reduce:
+        value = b.op("and", e.read(predicate, "pred"), e.mask)
+        votes = b.call("i32", "llvm.ctpop.i32", b.bits(value))
+    threads = b.call("i32", "llvm.ctpop.i32", e.mask_bits)
+    if not arrive:  # before anything of the warp is released by others
+        e._write_back(e.current)
+    result = b.call(
+        "i32", "drvkit_barrier", e.grid, e.block, e.warp, number, expected, threads, votes,
+        constant("i1", 0 if arrive else 1), constant("i32", e.place(i)),
+    )  # fmt: skip
+    e.fail_if(result)
+    if not arrive:
+        e.suspend(Code.WAITING, i)
+
+
+@lowers("barrier_result")
+def barrier_result(e: Lower, i: Instruction) -> None:
+    """What a ``bar.red`` gives, once the warp goes on."""
+    b = e.b
+    votes, threads = e.warp_field("votes"), e.warp_field("participants")
+    if "popc" in i.modifiers:
+        e.write(i.operands[0], votes, "u32")
+    elif "and" in i.modifiers:
+        e.write(i.operands[0], b.compare("icmp eq", votes, threads), "pred")
+    else:
+        e.write(i.operands[0], b.compare("icmp ne", votes, constant("i32", 0)), "pred")
+
+
+def first_lane(e: Lower, operand: Operand) -> Value:
+    """An operand that is the same in all running lanes, as a scalar."""
+    b = e.b
+    value = e._read(operand, "u32")
+    if value.type == "i32":
+        return value
+    lane = b.call("i32", "llvm.cttz.i32", e.mask_bits, constant("i1", 0))
+    return b.extract(value, lane)
+
+
+def _cluster_barrier(e: Lower, i: Instruction) -> None:
+    """All warps of the cluster that live arrive; the last one turns the phase."""
+    b = e.b
+    leader = b.value("ptr", f"inttoptr {e.block_field('leader')} to ptr")
+    phase_place = e._place(leader, BlockState, "cluster_phase", 0)
+    if "arrive" in i.modifiers:
+        phase = b.load("i32", phase_place, align=4)
+        b.store(phase, e.warp_place("cluster_phase"), align=4)
+        arrived_place = e._place(leader, BlockState, "cluster_arrived", 0)
+        arrived = b.op("add", b.load("i32", arrived_place, align=4), constant("i32", 1))
+        live = b.load("i32", e._place(leader, BlockState, "cluster_live", 0), align=4)
+        complete = b.compare("icmp uge", arrived, live)
+        b.store(b.select(complete, constant("i32", 0), arrived), arrived_place, align=4)
+        b.store(b.op("add", phase, b.cast("zext", complete, "i32")), phase_place, align=4)
+        stores = b.op("add", e.grid_field("stores"), constant("i64", 1))
+        b.store(stores, e.grid_place("stores"), align=8)
+    else:
+        waits = b.compare("icmp eq", b.load("i32", phase_place, align=4), e.warp_field("cluster_phase"))
+        e.stay(waits, i)
+
+
+# Fences and dependent launches
+
+
+@lowers("membar", "fence")
+def fence(e: Lower, i: Instruction) -> None:
+    if "proxy" not in i.modifiers:
+        e.b.line("fence seq_cst")
+        send(e, i)
+
+
+@lowers("griddepcontrol")
+def griddepcontrol(e: Lower, i: Instruction) -> None:
+    b = e.b
+    if i.modifiers[0] == "wait":
+        e.stay(b.compare("icmp eq", e.grid_field("dependencies_done"), constant("i32", 0)), i)
+        return
+    fresh = b.compare("icmp eq", e.block_field("triggered"), constant("i32", 0))
+    b.store(constant("i32", 1), e.block_place("triggered"), align=4)
+    count = b.op("add", e.grid_field("triggered"), b.cast("zext", fresh, "i32"))
+    b.store(count, e.grid_place("triggered"), align=4)
+
+
+@lowers("nanosleep", "pmevent")
+def nanosleep(e: Lower, i: Instruction) -> None:
+    """A hint: a loop around it lets the others run."""
+
+
+@lowers("setmaxnreg")
+def setmaxnreg(e: Lower, i: Instruction) -> None:
+    """Registers are not scarce here."""
+
+
+@lowers("brkpt")
+def brkpt(e: Lower, i: Instruction) -> None:
+    raise e.unsupported()
+
+
+@lowers("trap")
+def trap(e: Lower, i: Instruction) -> None:
+    e.fault("trap", i)
+    e.b.label(e.b.name("never"))
+
+
+# Calls
+
+
+@lowers("call")
+def call(e: Lower, i: Instruction) -> None:
+    b, name = e.b, callee_of(i)
+    arguments = i.operands[-1]
+    assert isinstance(arguments, Vector)
+    at = [
+        e.address(Memory(operand, 0), "param") if isinstance(operand, Symbol) else None
+        for operand in arguments.elements
+    ]
+    if name == "cudaGraphSetConditional":
+        handle = b.load(vector("i64", WARP), load_bytes(e, _known(at[0]), 8), align=64)
+        values = load_bytes(e, _known(at[1]), 4)
+        store_bytes(e, handle, 4, values)
+        return
+    b.store(constant("i32", {"vprintf": 1, "__assertfail": 2}[name]), e.warp_place("host_call"), align=4)
+    b.store(e.mask_bits, e.warp_place("host_mask"), align=4)
+    for position, address in enumerate(at[:4]):
+        lane0 = b.extract(_known(address), 0)  # of lane 0: the others' windows follow at equal distances
+        b.store(lane0, e.warp_place("host_args", position), align=8)
+    e.suspend(Code.HOST, i)
+
+
+def _known(address: Value | None) -> Value:
+    assert address is not None
+    return address
+
+
+# Asynchronous copies
+
+
+@lowers("cp")
+def cp(e: Lower, i: Instruction) -> None:
+    """``cp.async`` copies as late as it may: when it is waited for. ``cp.async.bulk`` copies at once."""
+    b, modifiers = e.b, i.modifiers
+    if modifiers[0] != "async":
+        raise e.unsupported()
+    if e.weak:  # the copy reads memory itself
+        b.call("void", "drvkit_fence", e.grid, e.block, constant("i32", 2))
+    if "tensor" in modifiers or "reduce" in modifiers:
+        raise e.unsupported(why="tensor maps and reducing copies are not executed")
+    if modifiers[1] == "bulk":
+        _bulk(e, i)
+        return
+    if modifiers[1] == "commit_group":
+        count = b.op("add", e.warp_field("groups_committed"), constant("i32", 1))
+        b.store(count, e.warp_place("groups_committed"), align=4)
+        return
+    if modifiers[1] in ("wait_group", "wait_all"):
+        keep = first_lane(e, i.operands[0]) if modifiers[1] == "wait_group" else constant("i32", -1)
+        e.fail_if(b.call("i32", "drvkit_copy_finish", e.grid, e.warp, keep))
+        return
+    if modifiers[1] == "mbarrier":
+        e.fail_if(b.call("i32", "drvkit_copy_finish", e.grid, e.warp, constant("i32", -1)))
+        _mbarrier_update(e, i.operands[0], "shared", constant("i32", 1), None, "noinc" not in modifiers)
+        return
+    size = i.operands[2]
+    nbytes = size.bits if isinstance(size, Immediate) else 0
+    if nbytes not in (4, 8, 16):
+        raise e.unsupported()
+    targets, sources = e.address(i.operands[0], "shared"), e.address(i.operands[1], "global")
+    amount = constant(vector("i32", WARP), nbytes)
+    if len(i.operands) > 3:
+        given = i.operands[3]
+        if isinstance(given, Negated) or (isinstance(given, Register) and given.type == "pred"):
+            ignored = e.read(given, "pred")
+            amount = b.select(ignored, constant(amount.type, 0), amount)
+        elif not (isinstance(given, Register) and given.type == "b64"):  # a cache policy
+            amount = e.read(given, "u32")
+    buffers = [e.buffer("i64", WARP), e.buffer("i64", WARP + 1), e.buffer("i32", WARP)]
+    for buffer, value in zip(buffers, (targets, sources, amount), strict=True):
+        b.store(value, buffer, align=64)
+    e.uses_copies = True
+    how = (e.mask_bits, constant("i32", nbytes), constant("i32", e.place(i)))
+    e.fail_if(b.call("i32", "drvkit_copy_begin", e.grid, e.warp, *buffers, *how))
+
+
+def _bulk(e: Lower, i: Instruction) -> None:
+    """One run of bytes, by each running lane."""
+    b, modifiers = e.b, i.modifiers
+    if modifiers[2] in ("commit_group", "wait_group"):
+        return  # it is done already
+    if modifiers[2] == "prefetch":
+        return
+    target_space, source_space = (m.split("::")[0] for m in modifiers[2:4])
+    targets, sources = e.address(i.operands[0], target_space), e.address(i.operands[1], source_space)
+    sizes = e.read(i.operands[2], "u32")
+    at = [e.buffer("i64", WARP), e.buffer("i64", WARP + 1), e.buffer("i32", WARP)]
+    for buffer, value in zip(at, (targets, sources, sizes), strict=True):
+        b.store(value, buffer, align=64)
+    place = constant("i32", e.place(i))
+    with e.active(e.mask_bits) as lane:
+        index = b.cast("zext", lane, "i64")
+        target, source = (b.load("i64", b.at(buffer, index, "i64"), align=8) for buffer in at[:2])
+        size = b.load("i32", b.at(at[2], index, "i32"), align=4)
+        e.fail_if(b.call("i32", "drvkit_copy_bulk", e.grid, target, source, size, lane, place))
+    if any(m.startswith("mbarrier") for m in modifiers):
+        _mbarrier_update(
+            e, i.operands[3], "shared", constant("i32", 0), b.op("sub", constant(sizes.type, 0), sizes), False
+        )
+
+
+# mbarrier objects: bits 0-19 arrivals to come, 20-39 arrivals of a phase, 40 the phase, 41-63 bytes to come
+
+_PENDING, _EXPECTED, _PHASE, _BYTES = 0, 20, 40, 41
+_FIELD = (1 << 20) - 1
+
+
+@lowers("mbarrier")
+def mbarrier(e: Lower, i: Instruction) -> None:
+    b, verb = e.b, i.modifiers[0]
+    space = space_of(i)
+    if verb == "init":
+        arrivals = b.cast("zext", e.read(i.operands[1], "u32"), "i64")
+        word = b.op("or", arrivals, b.op("shl", arrivals, constant(arrivals.type, _EXPECTED)))
+        values = e.buffer("[8 x i8]")
+        b.store(word, values, align=64)
+        store_bytes(e, e.address(i.operands[0], space), 8, values)
+    elif verb == "inval":
+        load_bytes(e, e.address(i.operands[0], space), 8)
+    elif verb in ("arrive", "arrive_drop"):
+        target, rest = (i.operands[0], i.operands[1:]) if not isinstance(i.operands[0], Memory) else (None, i.operands)
+        expects: Value | None = None
+        if "expect_tx" in i.modifiers:
+            expects, count = e.read(rest[1], "u32"), constant("i32", 1)
+        else:
+            count = e.read(rest[1], "u32") if len(rest) > 1 else constant("i32", 1)
+        drops = verb == "arrive_drop"
+        old = _mbarrier_update(e, rest[0], space, count, expects, False, drops=drops)
+        e.write(target, old, "b64")
+    elif verb in ("expect_tx", "complete_tx"):
+        amount = e.read(i.operands[1], "u32")
+        if verb == "complete_tx":
+            amount = b.op("sub", constant(amount.type, 0), amount)
+        _mbarrier_update(e, i.operands[0], space, constant("i32", 0), amount, False)
+    elif verb in ("test_wait", "try_wait"):
+        word = b.load(vector("i64", WARP), load_bytes(e, e.address(i.operands[1], space), 8), align=64)
+        phase = _phase(e, word)
+        if "parity" in i.modifiers:
+            waited = b.op("and", e.read(i.operands[2], "u32"), constant(vector("i32", WARP), 1))
+            waited = b.cast("zext", waited, "i64")
+        else:
+            waited = _phase(e, e.read(i.operands[2], "b64"))
+        e.write(i.operands[0], b.compare("icmp ne", phase, waited), "pred")
+        b.line("fence acquire")
+    elif verb == "pending_count":
+        word = e.read(i.operands[1], "b64")
+        pending = b.op("and", word, constant(word.type, _FIELD))
+        e.write(i.operands[0], b.cast("trunc", pending, "i32"), "u32")
+    else:
+        raise e.unsupported()
+
+
+def _phase(e: Lower, word: Value) -> Value:
+    b = e.b
+    return b.op("and", b.op("lshr", word, constant(word.type, _PHASE)), constant(word.type, 1))
+
+
+def _mbarrier_update(
+    e: Lower, operand: Operand, space: str, count: Value, tx: Value | None, increments: bool, *, drops: bool = False
+) -> Value:
+    """Arrive and expect bytes, lane after lane; gives the words before."""
+    b = e.b
+    at, counts, bytes_ = e.buffer("i64", WARP), e.buffer("i32", WARP), e.buffer("i32", WARP + 1)
+    olds = e.buffer("i64", WARP + 2)
+    b.store(e.address(operand, space), at, align=64)
+    b.store(b.splat(count, WARP) if count.type == "i32" else count, counts, align=64)
+    nothing = constant(vector("i32", WARP), 0)
+    amount = nothing if tx is None else tx
+    b.store(b.splat(amount, WARP) if amount.type == "i32" else amount, bytes_, align=64)
+    b.store(constant(vector("i64", WARP), 0), olds, align=64)
+    place = constant("i32", e.place(e.i))
+    with e.active(e.mask_bits) as lane:
+        index = b.cast("zext", lane, "i64")
+        address = b.load("i64", b.at(at, index, "i64"), align=8)
+        if e.checks:
+            check = b.call(
+                "i32", "drvkit_check", e.grid, address, lane, place, constant("i32", 8),
+                constant("i8", ALLOCATED | WRITTEN), constant("i8", WRITTEN),
+            )  # fmt: skip
+            e.fail_if(check)
+        pointer = b.value("ptr", f"inttoptr {address} to ptr")
+        old = b.load("i64", pointer, align=8)
+        b.store(old, b.at(olds, index, "i64"), align=8)
+        arrivals = b.cast("zext", b.load("i32", b.at(counts, index, "i32"), align=4), "i64")
+        more = b.cast("sext", b.load("i32", b.at(bytes_, index, "i32"), align=4), "i64")
+        word = b.op("add", old, b.op("shl", more, constant("i64", _BYTES)))
+        if increments:
+            word = b.op("add", word, constant("i64", 1))
+        word = b.op("sub", word, arrivals)
+        if drops:
+            word = b.op("sub", word, b.op("shl", arrivals, constant("i64", _EXPECTED)))
+        pending = b.op("and", word, constant("i64", _FIELD))
+        left = b.op("ashr", word, constant("i64", _BYTES))
+        complete = b.op(
+            "and", b.compare("icmp eq", pending, constant("i64", 0)), b.compare("icmp eq", left, constant("i64", 0))
+        )
+        expected = b.op("and", b.op("lshr", word, constant("i64", _EXPECTED)), constant("i64", _FIELD))
+        turned = b.op("or", b.op("xor", word, constant("i64", 1 << _PHASE)), expected)
+        b.store(b.select(complete, turned, word), pointer, align=8)
+    return b.load(vector("i64", WARP), olds, align=64)

@@ -1,0 +1,239 @@
+"""Loaded images: functions that can be launched, and variables in memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ..build import DEFAULT_CACHE
+from . import compiler
+from .fault import ImageError
+from .flow import Flow
+from .lower import Lower
+from .memory import Allocation, memory
+from .ptx import SIZES, Module, PtxError, Symbol, parse
+from .ptx import Function as PtxFunction
+
+if TYPE_CHECKING:
+    from .launch import Grid
+
+__all__ = ["Function", "Program", "load"]
+
+MAX_THREADS = 1024
+MAX_SHARED_BYTES = 232448  # of a block that asks for it, as an H200 has
+DEFAULT_SHARED_BYTES = 48 * 1024
+
+
+@dataclass
+class Place:
+    """An instruction, for reports."""
+
+    name: str
+    where: str  # "scale.cu:12"
+
+
+@dataclass
+class Compiled:
+    """What is known of a kernel without its code."""
+
+    symbol: str
+    parameters: list[tuple[int, int]]
+    params_bytes: int
+    shared_bytes: int
+    dynamic_offset: int
+    local_bytes: int
+    warp_bytes: int
+    registers: int
+    uses_copies: bool
+    globals: list[str]
+    places: list[tuple[str, str]] = field(repr=False)
+
+
+class Program:
+    """A PTX text, compiled for this processor as its functions are used.
+
+    Attributes:
+        functions: the kernels by name.
+        variables: address and bytes of each ``__device__`` and ``__constant__`` variable.
+    """
+
+    def __init__(self, text: str, name: str, mode: str) -> None:
+        self.name, self.text, self.mode = name, text, mode
+        try:
+            self.ptx = parse(text)
+        except PtxError as error:
+            raise ImageError("CUDA_ERROR_INVALID_PTX", str(error)) from None
+        target = re.match(r"sm_(\d+)", self.ptx.target)
+        if target is None or int(target[1]) > 90:
+            why = f"PTX for {self.ptx.target}: the CPU device executes PTX of up to sm_90"
+            raise ImageError("CUDA_ERROR_NO_BINARY_FOR_GPU", why)
+        self.allocations: list[Allocation] = []
+        self.variables: dict[str, tuple[int, int]] = {}
+        self.functions: dict[str, Function] = {}
+        try:
+            for entry in self.ptx.entries:
+                if entry.defined:
+                    self.functions[entry.name] = Function(self, entry)
+        except PtxError as error:
+            raise ImageError("CUDA_ERROR_INVALID_PTX", str(error)) from None
+        self._place_variables()
+
+    def _place_variables(self) -> None:
+        variables = [v for v in self.ptx.variables.values() if v.space in ("global", "const")]
+        for variable in variables:
+            align = max(variable.align, 256)
+            allocation = memory.allocate(
+                max(variable.nbytes, 1), "module", name=variable.name, align=align, written=True
+            )
+            self.allocations.append(allocation)
+            memory.fill(allocation.address, b"\0", max(variable.nbytes, 1))
+            self.variables[variable.name] = (allocation.address, variable.nbytes)
+        for variable in variables:
+            size = SIZES[variable.type]
+            data = bytearray()
+            for value in variable.initial:
+                if isinstance(value, Symbol):
+                    if value.name not in self.variables:
+                        why = f"variable {variable.name} holds the address of {value.name}, which is no variable"
+                        raise ImageError("CUDA_ERROR_INVALID_PTX", why)
+                    value = self.variables[value.name][0] + value.offset
+                data += (value & (1 << 8 * size) - 1).to_bytes(size, "little")
+            address, _ = self.variables[variable.name]
+            memory.write(address, bytes(data))
+
+    def unload(self) -> None:
+        """Give back its variables and the room of its launches."""
+        for allocation in self.allocations:
+            memory.free(allocation.address)
+        self.allocations.clear()
+        for function in self.functions.values():
+            function.give_back()
+
+
+class Function:
+    """A kernel.
+
+    Attributes:
+        max_dynamic_shared: what a launch may ask for; can be set.
+    """
+
+    def __init__(self, program: Program, ptx: PtxFunction) -> None:
+        self.program, self.name = program, ptx.name
+        self.max_dynamic_shared = DEFAULT_SHARED_BYTES
+        directives = ptx.directives
+        threads = directives.get("reqntid") or directives.get("maxntid")
+        self.max_threads = MAX_THREADS
+        if threads:
+            self.max_threads = min(MAX_THREADS, _product(threads))
+        required = directives.get("reqnctapercluster")
+        self.cluster: tuple[int, int, int] | None = None
+        if required and any(required):
+            x, y, z = (*required, 1, 1)[:3]
+            self.cluster = (x, y, z)
+        self._key = compiler.digest("kernel", program.text, ptx.name, program.mode)
+        self._code: bytes | None = None
+        self._ir: str | None = None
+        entry = DEFAULT_CACHE.load(self._key)
+        if entry is not None:
+            header, self._code = entry
+            self.compiled = Compiled(**header)
+            self.compiled.parameters = [(offset, size) for offset, size in self.compiled.parameters]
+        else:
+            self.compiled, self._ir = _lower(program.ptx, ptx, program.mode)
+        self.spare: list[Any] = []  # slots of earlier launches
+        self.max_dynamic_shared = max(0, DEFAULT_SHARED_BYTES - self.shared_bytes)
+
+    parameters = property(lambda self: self.compiled.parameters)
+    params_bytes = property(lambda self: self.compiled.params_bytes)
+    shared_bytes = property(lambda self: self.compiled.shared_bytes)
+    local_bytes = property(lambda self: self.compiled.local_bytes)
+    registers = property(lambda self: self.compiled.registers)
+
+    @property
+    def const_bytes(self) -> int:
+        return sum(v.nbytes for v in self.program.ptx.variables.values() if v.space == "const")
+
+    @cached_property
+    def address(self) -> int:
+        """Of the machine code, which is made now or was found on disk."""
+        compiler.runtime()
+        if self._code is None:
+            assert self._ir is not None
+            self._code = compiler.machine_code(self._ir)
+            DEFAULT_CACHE.store(self._key, vars(self.compiled), self._code)
+        (address,) = compiler.link(self._code, self.compiled.symbol)
+        return address
+
+    def place(self, number: int) -> Place:
+        return Place(*self.compiled.places[number])
+
+    def grid(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        params: bytes,
+        *,
+        shared: int = 0,
+        cluster: tuple[int, int, int] = (1, 1, 1),
+        cooperative: bool = False,
+        device: int = 0,
+    ) -> Grid:
+        """A launch of it, of which nothing is done yet. ``shared`` is dynamic shared memory in bytes."""
+        from .launch import Grid
+
+        return Grid(self, grid, block, params, shared=shared, cluster=cluster, cooperative=cooperative, device=device)
+
+    def give_back(self) -> None:
+        while self.spare:
+            self.spare.pop().close()
+
+
+def _product(numbers: tuple[int, ...]) -> int:
+    result = 1
+    for number in numbers:
+        result *= number
+    return result
+
+
+def _lower(module: Module, ptx: PtxFunction, mode: str) -> tuple[Compiled, str]:
+    flow = Flow(module, ptx, interruptible=mode == "explored")
+    symbol = "kernel"
+    lower = Lower(flow, module.variables, symbol, mode=mode)
+    ir = lower.text()
+    parameters = [(lower.parameters[parameter.name], parameter.nbytes) for parameter in ptx.parameters]
+    live = [sum(max(SIZES[register.type], 1) for register in each.live_in) for each in flow.blocks]
+    compiled = Compiled(
+        symbol=symbol,
+        parameters=parameters,
+        params_bytes=lower.params_bytes,
+        shared_bytes=lower.shared_bytes,
+        dynamic_offset=lower.dynamic_offset,
+        local_bytes=lower.local_bytes,
+        warp_bytes=lower.warp_bytes,
+        registers=min(255, 16 + max(live, default=0) // 4),
+        uses_copies=lower.uses_copies,
+        globals=lower.globals,
+        places=[(i.name, i.where) for i in lower.places],
+    )
+    return compiled, ir
+
+
+MODES = ("checked", "unchecked", "explored")
+
+
+def load(data: bytes, name: str = "", *, mode: str = "checked") -> Program:
+    """A PTX text. `ImageError` for what is none, or has what the CPU device does not execute.
+
+    ``mode``: with "unchecked" memory accesses are not looked at, which is faster; "explored" is for hostile schedules
+    and weak memory.
+    """
+    if data[:4] == b"\x7fELF" or data[:4] == b"\x50\xed\x55\xba":
+        kind = "a cubin" if data[:4] == b"\x7fELF" else "a fatbin"
+        raise ImageError("CUDA_ERROR_NO_BINARY_FOR_GPU", f"{kind} is GPU code: the CPU device executes PTX")
+    try:
+        text = data.rstrip(b"\0").decode()
+    except UnicodeDecodeError:
+        raise ImageError("CUDA_ERROR_INVALID_IMAGE", "neither PTX nor anything else that is known") from None
+    return Program(text, name, mode)

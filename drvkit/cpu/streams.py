@@ -1,0 +1,286 @@
+"""Contexts, streams and events, and the capture of streams into graphs.
+
+Source: CUDA Driver API, "Stream Management", "Event Management"; CUDA programming guide, "Creating a Graph Using Stream
+Capture".
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterable
+
+from .graphs import PLAIN, PROGRAMMATIC, EdgeData, Graph, Node
+from .handles import RefusedError, handles
+from .machine import END, TRIGGER, Once, Task, Work, machine
+from .operations import Attribute, Launch, Operation
+
+__all__ = ["Capture", "Context", "Event", "Mark", "Mode", "Stream", "guard", "guard_legacy", "of_thread"]
+
+Frontier = dict[Node, EdgeData]  # the nodes after which a captured stream goes on
+
+
+class Context:
+    """A device's primary context.
+
+    Attributes:
+        retained: how often it was asked for; there is one while that is above 0.
+        blocking: streams that the default stream waits for, and that wait for it.
+        legacy: the default stream.
+        peers: the devices whose memory it may touch.
+    """
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.handle = handles.add(self)
+        self.retained = 0
+        self.blocking: list[Stream] = []
+        self.legacy = Stream(self, blocking=False)
+        self.peers: set[int] = set()
+
+    def check(self) -> None:
+        """`RefusedError` if something went wrong on the device."""
+        fault = machine.faults.get(self.device)
+        if fault is not None:
+            raise RefusedError(fault.code.removeprefix("CUDA_ERROR_"))
+
+
+class Mark:
+    """A point in the work of a device, and when it was reached."""
+
+    def __init__(self) -> None:
+        self.work: Work | None = None
+        self.time_ns = 0
+
+    def begin(self, work: Work) -> Task:
+        return Once(self._reach)
+
+    def _reach(self) -> None:
+        self.time_ns = time.perf_counter_ns()
+
+    @property
+    def reached(self) -> bool:
+        return self.work is None or self.work.over
+
+
+class Event:
+    """``mark`` is where it was recorded last; ``captured``, where it was recorded in a capture since."""
+
+    def __init__(self, context: Context, *, timing: bool) -> None:
+        self.context, self.timing = context, timing
+        self.handle = handles.add(self)
+        self.mark: Mark | None = None
+        self.captured: tuple[Capture, Frontier] | None = None
+
+    def new_mark(self) -> Mark:
+        self.captured = None
+        self.mark = Mark()
+        return self.mark
+
+    @property
+    def reached(self) -> bool:
+        return self.mark is None or self.mark.reached
+
+    def __str__(self) -> str:
+        return f"event {self.handle:#x}"
+
+
+class Stream:
+    """A queue of work, done in order; ``tail`` is the newest of it."""
+
+    def __init__(self, context: Context, *, blocking: bool, priority: int = 0) -> None:
+        self.context, self.blocking, self.priority = context, blocking, priority
+        self.handle = handles.add(self)
+        self.tail: Work | None = None
+        self.capture: Capture | None = None
+        self.destroyed = False
+        if blocking:
+            context.blocking.append(self)
+
+    def destroy(self) -> None:
+        """Its work goes on."""
+        handles.drop(self.handle)
+        self.destroyed = True
+        if self.capture is not None:
+            self.capture.invalidate()
+
+    @property
+    def done(self) -> bool:
+        return self.tail is None or self.tail.over
+
+    def queue(self, operation: Operation) -> Work | None:
+        """Do it after what the stream has; or add it to the graph that the stream is captured into."""
+        if self.capture is not None:
+            self.capture.add(self, operation)
+            return None
+        work = Work(operation, operation.device, operation.begin)
+        if isinstance(operation, Launch) and operation.attributes:
+            return self._launch(work, operation)
+        return self.append(work)
+
+    def _launch(self, work: Work, launch: Launch) -> Work:
+        tail = self.tail
+        early = is_early(launch) and tail is not None and isinstance(tail.what, Launch)
+        self.append(work, TRIGGER if early else END)
+        return work
+
+    def append(self, work: Work, moment: int = END) -> Work:
+        """Submit work that comes after what the stream has, or after a moment of the newest of that."""
+        context = self.context
+        work.after(self.tail, moment)
+        if self.blocking:
+            work.after(context.legacy.tail)
+        elif self is context.legacy:
+            context.blocking = [stream for stream in context.blocking if not (stream.destroyed and stream.done)]
+            for stream in context.blocking:
+                work.after(stream.tail)
+        machine.submit(work)
+        self.tail = work
+        return work
+
+    def wait(self, event: Event) -> None:
+        """Later work comes after the event."""
+        if event.captured is not None:
+            capture, frontier = event.captured
+            if self.capture is not None and self.capture is not capture:
+                self.capture.invalidate()
+                capture.invalidate()
+                raise RefusedError("STREAM_CAPTURE_MERGE")
+            capture.join(self, frontier)
+        elif self.capture is not None:
+            self.capture.invalidate()
+            raise RefusedError("STREAM_CAPTURE_ISOLATION")
+        elif event.mark is not None and not event.mark.reached:
+            work = Work(f"wait for {event}", self.context.device)
+            work.after(event.mark.work)
+            self.append(work)
+
+    def record(self, event: Event) -> None:
+        """The event is what the stream has now."""
+        if self.capture is not None:
+            event.captured = self.capture, dict(self.capture.frontier(self))
+            return
+        mark = event.new_mark()
+        mark.work = self.append(Work(f"record of {event}", self.context.device, mark.begin))
+
+    def record_moment(self, event: Event, kernel: Work | None, moment: int) -> None:
+        """The event is a moment of a kernel that was just queued or captured."""
+        if self.capture is not None:
+            data = PROGRAMMATIC if moment == TRIGGER else (2, 0, 0)
+            event.captured = self.capture, dict.fromkeys(self.capture.frontier(self), data)
+            return
+        mark = event.new_mark()
+        mark.work = Work(f"record of {event}", self.context.device, mark.begin)
+        mark.work.after(kernel, moment)
+        machine.submit(mark.work)
+
+
+def is_early(launch: Launch) -> bool:
+    """Whether it may start before the kernel before it in its stream ends."""
+    return launch.integer(Attribute.PROGRAMMATIC_STREAM_SERIALIZATION) != 0
+
+
+class Mode:
+    """Numbers of ``CUstreamCaptureMode``."""
+
+    GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
+
+
+class _OfThread(threading.local):
+    mode = Mode.GLOBAL  # what the thread refuses to do during captures
+
+
+of_thread = _OfThread()
+_captures: set[Capture] = set()  # that have not ended
+_ids = itertools.count(1)
+
+
+class Capture:
+    """Streams whose work becomes nodes of a graph.
+
+    Attributes:
+        origin: the stream that began it, and must end it.
+        valid: nothing forbidden was called.
+    """
+
+    def __init__(self, origin: Stream, graph: Graph, frontier: Frontier, mode: int) -> None:
+        self.origin, self.graph, self.mode = origin, graph, mode
+        self.id = next(_ids)
+        self.thread = threading.get_ident()
+        self.valid = True
+        self._frontiers: dict[Stream, Frontier] = {}
+        self._nodes: set[Node] = set()
+        self.join(origin, frontier)
+        _captures.add(self)
+
+    def _check(self) -> None:
+        if not self.valid:
+            raise RefusedError("STREAM_CAPTURE_INVALIDATED")
+
+    def invalidate(self) -> None:
+        self.valid = False
+
+    def frontier(self, stream: Stream) -> Frontier:
+        self._check()
+        return self._frontiers[stream]
+
+    def set_frontier(self, stream: Stream, frontier: Frontier) -> None:
+        self._check()
+        self._frontiers[stream] = frontier
+
+    def join(self, stream: Stream, frontier: Frontier) -> None:
+        """The stream goes on behind these nodes, too."""
+        self._check()
+        stream.capture = self
+        self._frontiers.setdefault(stream, {}).update(frontier)
+
+    def add(self, stream: Stream, operation: Operation) -> None:
+        edges = self.frontier(stream)
+        if isinstance(operation, Launch) and is_early(operation):
+            edges = {n: PROGRAMMATIC if d == PLAIN and n.kind == "kernel" else d for n, d in edges.items()}
+        node = self.graph.add(operation, list(edges.items()))
+        self._nodes.add(node)
+        self._frontiers[stream] = {node: PLAIN}
+
+    def end(self) -> str | None:
+        """The streams are free again; gives what is wrong with the graph, which is then lost."""
+        for stream in self._frontiers:
+            stream.capture = None
+        _captures.discard(self)
+        if not self.valid:
+            return "STREAM_CAPTURE_INVALIDATED"
+        self.valid = False  # events that it recorded take no stream into it any more
+        joined = self._frontiers[self.origin]
+        if any(node not in joined and not node.dependents for node in self._nodes):
+            return "STREAM_CAPTURE_UNJOINED"
+        return None
+
+
+def guard() -> None:
+    """Refuse a call that is unsafe while streams are captured, as far as the thread's mode says so."""
+    if not _captures or of_thread.mode == Mode.RELAXED:
+        return
+    me = threading.get_ident()
+    broken = [
+        capture
+        for capture in _captures
+        if (capture.mode != Mode.RELAXED and capture.thread == me)
+        or (capture.mode == Mode.GLOBAL and of_thread.mode == Mode.GLOBAL)
+    ]
+    if broken:
+        invalidate(broken)
+        raise RefusedError("STREAM_CAPTURE_UNSUPPORTED")
+
+
+def invalidate(captures: Iterable[Capture]) -> None:
+    for capture in captures:
+        capture.invalidate()
+
+
+def guard_legacy(context: Context) -> None:
+    """Refuse work on the legacy stream that would wait for a stream which is captured."""
+    hit = [stream.capture for stream in context.blocking if stream.capture is not None]
+    if hit:
+        invalidate(hit)
+        raise RefusedError("STREAM_CAPTURE_IMPLICIT")
