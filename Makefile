@@ -14,8 +14,8 @@ help:  ## list the targets
 demo: $(READY)  ## real data through the whole way: source, image, module, kernel, graph, replay, result
 	$(RUN) examples/demo.py
 
-test: $(READY)  ## the test suite; what needs a GPU is skipped where there is none
-	$(RUN) -m pytest -q
+test: $(READY)  ## the test suite, on the CPU device and on a GPU where there is one
+	$(RUN) -m pytest -q -n auto
 
 lint: $(READY)  ## ruff: style and format
 	$(RUN) -m ruff check .

@@ -34,6 +34,13 @@ if TYPE_CHECKING:  # the verbs below that reach further down import when they ar
 __all__ = ["Device", "Event", "Stream"]
 
 HELD_PER_BATCH = 512  # pending references of a stream before it marks them with an event
+LOST = tuple(
+    f"CUDA_ERROR_{code}"
+    for code in (
+        *("ILLEGAL_ADDRESS", "MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "INVALID_PC", "ILLEGAL_INSTRUCTION"),
+        *("HARDWARE_STACK_ERROR", "LAUNCH_FAILED", "LAUNCH_TIMEOUT", "ASSERT", "CONTEXT_IS_DESTROYED"),
+    )
+)  # what kernels do to their context
 DEFAULT_STREAMS = (0, 1, 2)  # the null stream, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD
 
 
@@ -63,9 +70,16 @@ class Context:
             here.context = self
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
-        """``function(*args)`` inside of it. For releases: the last reference may go in a thread that has no context."""
+        """``function(*args)`` inside of it. For releases: the last reference may go in a thread that has no context.
+
+        A context in which a kernel has failed is lost, with all that was in it: nothing is left to release.
+        """
         with self:
-            function(*args)
+            try:
+                function(*args)
+            except DriverError as error:
+                if error.code not in LOST:
+                    raise
 
 
 class Device:

@@ -84,6 +84,10 @@ class Exec(Owned):
         paths = tuple(graph.paths())
         nodes = [node for _, node in paths]
         definition = graph._in_use()
+        name_node = getattr(driver.api, "name_node", None)  # the CPU device can tell what it does
+        if name_node is not None:
+            for path, node in paths:
+                name_node(node.handle, f"node {path!r} of graph {graph.name!r}")
         with device.context:
             try:
                 handle = driver.cuGraphInstantiateWithParams(definition.handle, params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -15,6 +16,7 @@ from kernels import SOURCE
 from numpy.typing import DTypeLike, NDArray
 
 from drvkit import ops
+from drvkit.cpu.races import tracker
 from drvkit.device import NO_GPU, Device, Stream
 from drvkit.driver import DriverError, open_driver
 from drvkit.graph import Graph
@@ -33,6 +35,17 @@ def _devices() -> list[str]:
         if error.code not in NO_GPU:
             raise
         return ["cpu"]
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """``-n auto``: one process a CPU; but one alone where there is a GPU, whose free memory tests look at."""
+    return 0 if "cuda" in _devices() else os.cpu_count() or 1
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector need not look again and again at thousands of collected tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", params=_devices())
@@ -57,8 +70,10 @@ def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.stash.get(_FAILED, False):
         return  # its traceback holds its frames, and they what was in them
     ops.release()
-    gc.collect()
     left = Counter(live()) - before
+    if left:  # a collection for each test would take longer than the tests
+        gc.collect()
+        left = Counter(live()) - before
     assert not left, f"left behind: {', '.join(map(str, left.elements()))}"
 
 
@@ -67,6 +82,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
     return report
+
+
+@pytest.fixture
+def cupy(device: Device) -> Any:
+    """CuPy, where it can be used."""
+    if device.driver.kind != "cuda":
+        pytest.skip("CuPy's arrays are on a GPU")
+    return pytest.importorskip("cupy", reason="needs CuPy", exc_type=ImportError)
 
 
 @pytest.fixture
@@ -95,6 +118,17 @@ def rng() -> np.random.Generator:
     seed = secrets.randbits(32)
     print(f"numpy.random.default_rng({seed})")
     return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def races_on_purpose(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Works of the test have no order that matters: nobody looks for races among them."""
+    monkeypatch.setenv("DRVKIT_CPU_MODE", "checked")
+    looked_for = tracker.on
+    tracker.end()
+    yield
+    if looked_for:
+        tracker.begin()
 
 
 Values = Callable[[int, Any], NDArray[Any]]

@@ -265,7 +265,7 @@ def test_the_compiler_has_the_same_door() -> None:
 
 
 def test_there_is_no_driver_for_other_kinds_of_devices() -> None:
-    with pytest.raises(ValueError, match="no driver for device kind 'tpu'; there is 'cuda'"):
+    with pytest.raises(ValueError, match="no driver for device kind 'tpu'; there are 'cuda' and 'cpu'"):
         open_driver("tpu")
 
 

@@ -115,8 +115,7 @@ def test_a_window_keeps_the_whole(device: dk.Device, module: dk.Module, stream: 
     del poison
 
 
-def test_cupy_arrays_of_a_launch(device: dk.Device, module: dk.Module, stream: dk.Stream) -> None:
-    cupy = pytest.importorskip("cupy", reason="needs CuPy")
+def test_cupy_arrays_of_a_launch(device: dk.Device, module: dk.Module, stream: dk.Stream, cupy: Any) -> None:
     x, y, scale = cupy.asarray(X), device.zeros(N, np.float32), module.kernel("scale")
     cupy.full(N, -7, np.float32)  # compiles it, which takes longer than the stream is held
     device.synchronize()
@@ -759,7 +758,7 @@ START = """
 import numpy as np
 import drvkit as dk
 from kernels import SOURCE
-dev = dk.Device()
+dev = dk.Device("DEVICE")
 module = dev.module(SOURCE)
 spin, scale = module.kernel("spin"), module.kernel("scale")
 stream = dev.stream()
@@ -791,7 +790,7 @@ threading.Thread(target=scale.launch, args=(stream,), kwargs=dict(grid=4, block=
 def test_the_process_ends_well_with_work_in_flight(device: dk.Device, module: dk.Module, what: str) -> None:
     places = os.pathsep.join([str(HERE), str(HERE.parent)])
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", START + ENDS[what]],
+        [sys.executable, "-W", "error", "-c", START.replace("DEVICE", device.id) + ENDS[what]],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([places, os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,

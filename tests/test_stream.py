@@ -141,8 +141,7 @@ def test_a_foreign_stream_by_protocol(
     assert stream.done, "it is not ours to destroy"
 
 
-def test_a_stream_of_cupy(device: dk.Device, module: dk.Module) -> None:
-    cupy = pytest.importorskip("cupy", reason="needs CuPy")
+def test_a_stream_of_cupy(device: dk.Device, module: dk.Module, cupy: Any) -> None:
     theirs, y = cupy.cuda.Stream(non_blocking=True), cupy.zeros(N, np.float32)
     x = cupy.asarray(X)
     device.synchronize()
@@ -160,8 +159,7 @@ def test_a_stream_of_cupy(device: dk.Device, module: dk.Module) -> None:
     theirs.synchronize()
 
 
-def test_cupy_works_on_our_stream(device: dk.Device, module: dk.Module, stream: dk.Stream) -> None:
-    cupy = pytest.importorskip("cupy", reason="needs CuPy")
+def test_cupy_works_on_our_stream(device: dk.Device, module: dk.Module, stream: dk.Stream, cupy: Any) -> None:
     x, y = cupy.asarray(X), device.zeros(N, np.float32)
     device.synchronize()
     with cupy.cuda.Stream.from_external(stream):
@@ -179,7 +177,12 @@ class Array:
     """Another library's array, which is gone when nobody holds it."""
 
     def __init__(self, buffer: dk.Buffer) -> None:
-        self.__cuda_array_interface__ = buffer.__cuda_array_interface__
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "data": (buffer.address, False),
+            "typestr": buffer.dtype.str,
+            "shape": buffer.shape,
+        }
 
 
 @pytest.mark.parametrize("released_by", ["synchronize", "close"])
@@ -309,6 +312,7 @@ def second(device: dk.Device) -> dk.Device:
     return dk.Device(f"{device.driver.kind}:1")
 
 
+@pytest.mark.usefixtures("races_on_purpose")
 @pytest.mark.parametrize("handle", DEFAULT_STREAMS)
 def test_a_default_stream_in_a_thread_that_never_touched_cuda(
     device: dk.Device, module: dk.Module, handle: int

@@ -100,6 +100,8 @@ class Runtime:
         self.ended = function("ended", None, pointer, pointer, pointer)
         self.settle = function("settle", None, pointer, pointer, number)
         self.drain = function("drain", None, pointer, pointer)
+        self.race_global = function("race_global", number, pointer, number, whole, whole, number)
+        self.race_follow = function("race_follow", None, pointer, number)
         self.kernel = ctypes.CFUNCTYPE(number, pointer, pointer, pointer)  # of a kernel's address
 
 

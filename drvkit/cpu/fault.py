@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__ = ["Fault", "ImageError"]
 
 
-class Fault(Exception):
+class Fault(Exception):  # noqa: N818 - what the driver calls it
     """Work on the device failed.
 
     Attributes:

@@ -129,7 +129,7 @@ def stands(i: Instruction) -> bool:
 
 def meets(i: Instruction) -> bool:
     """Whether the lanes of a warp wait for each other at it."""
-    return i.opcode in _MEETS or (i.opcode in ("bar", "barrier") and i.modifiers[0] == "warp")
+    return i.opcode in _MEETS or (i.opcode in ("bar", "barrier") and i.modifiers[0] != "cluster")
 
 
 def ordering(i: Instruction) -> bool:

@@ -16,6 +16,7 @@ from .handles import RefusedError, handles
 from .machine import END, START, TRIGGER, Once, Outcome, Plain, Task, Work, machine
 from .memory import memory
 from .operations import Allocate, Empty, Free, GraphMemory, Operation, Shared
+from .races import tracker
 
 if TYPE_CHECKING:
     from .streams import Event, Stream
@@ -113,10 +114,10 @@ class EventWait(_EventOperation):
 class Node:
     """A node of a graph. ``dependencies`` and ``dependents`` are its edges, in the order in which they were made.
 
-    ``said`` keeps alive what its parameters, once they were asked for, point to.
+    ``said`` keeps alive what its parameters, once they were asked for, point to; ``name`` is for reports.
     """
 
-    __slots__ = ("dependencies", "dependents", "graph", "handle", "operation", "said")
+    __slots__ = ("dependencies", "dependents", "graph", "handle", "name", "operation", "said")
 
     def __init__(self, graph: Graph, operation: Operation) -> None:
         self.graph, self.operation = graph, operation
@@ -124,6 +125,7 @@ class Node:
         self.dependencies: dict[tuple[Node, EdgeData], None] = {}
         self.dependents: dict[tuple[Node, EdgeData], None] = {}
         self.said: object = None
+        self.name = ""
 
     @property
     def kind(self) -> str:
@@ -279,6 +281,7 @@ class Graph:
             if isinstance(operation, Child):
                 operation = Child(operation.device, operation.graph.clone())
             copy.twins[node] = copy.add(operation)
+            copy.twins[node].name = node.name
         for source, target, data in self.edges():
             copy.add_edge(copy.twins[source], copy.twins[target], data)
         return copy
@@ -336,19 +339,33 @@ class UpdateError(RefusedError):
 
 
 class Step(NamedTuple):
-    """An operation of a launch. ``edges``: how many steps back what it waits for is, and for which moment of it."""
+    """An operation of a launch. ``edges``: how many steps back what it waits for is, and for which moment of it.
+    ``node`` is its node, if that has a name."""
 
     operation: Operation
     edges: tuple[tuple[int, int], ...]
+    node: _Named | None = None
+
+
+class _Named:
+    """What a node with a name does, for reports."""
+
+    __slots__ = ("name", "operation")
+
+    def __init__(self, name: str, operation: Operation) -> None:
+        self.name, self.operation = name, operation
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.operation})"
 
 
 class _Item:
     """What an exec has for a node. ``edges``: the places of the items that it waits for."""
 
-    __slots__ = ("edges", "enabled", "inside", "operation", "structure")
+    __slots__ = ("edges", "enabled", "inside", "name", "operation", "structure")
 
     def __init__(self, structure: _Structure, node: Node, edges: tuple[tuple[int, EdgeData], ...]) -> None:
-        self.structure, self.operation, self.edges = structure, node.operation, edges
+        self.structure, self.operation, self.edges, self.name = structure, node.operation, edges, node.name
         self.enabled = True
         self.inside = tuple(_Structure(graph, self) for graph in node.graphs)
 
@@ -401,7 +418,7 @@ class _Structure:
                         operation = Empty(operation.device)
                     elif isinstance(operation, Conditional):
                         operation = _Choice(operation, tuple(body.steps for body in item.inside))
-                    steps.append(Step(operation, edges))
+                    steps.append(Step(operation, edges, _Named(item.name, operation) if item.name else None))
                 ends.append(len(steps) - 1)
             self._steps = tuple(steps)
         return self._steps
@@ -439,7 +456,7 @@ def _refusal(new: Operation, old: Operation) -> str | None:
 
 def _framed(steps: tuple[Step, ...], device: int) -> list[Step]:
     """The steps of a child behind the empty one that stands for its beginning, and one that stands for its end."""
-    framed = [step if step.edges else Step(step.operation, ((i + 1, END),)) for i, step in enumerate(steps)]
+    framed = [step if step.edges else step._replace(edges=((i + 1, END),)) for i, step in enumerate(steps)]
     last = set(range(len(steps))) - {i - back for i, step in enumerate(steps) for back, _ in step.edges}
     end = tuple((len(steps) - i, END) for i in last) or ((1, END),)
     return [*framed, Step(Empty(device), end)]
@@ -535,11 +552,10 @@ class Exec:
         work = Work(f"graph launch of {len(steps)} steps", stream.context.device)
         waits: dict[int, Work] = {}
         for place, step in enumerate(steps):
-            if isinstance(step.operation, EventWait) and not step.operation.event.reached:
+            if isinstance(step.operation, EventWait) and (tracker.on or not step.operation.event.reached):
                 mark = step.operation.event.mark
-                assert mark is not None
-                assert mark.work is not None
-                waits[place] = mark.work
+                if mark is not None and mark.work is not None:
+                    waits[place] = mark.work
         records: dict[int, Work] = {}
         work.task = _Replay(work, steps, waits, records, [(c.address, c.default) for c in self._conditions])
         work.after(self.last)
@@ -603,8 +619,8 @@ def _spawn(
     parent: Work, steps: tuple[Step, ...], waits: Mapping[int, Work] = {}, records: Mapping[int, Work] = {}
 ) -> None:
     works: list[Work] = []
-    for place, (operation, edges) in enumerate(steps):
-        work = records.get(place) or Work(operation, operation.device, operation.begin)
+    for place, (operation, edges, node) in enumerate(steps):
+        work = records.get(place) or Work(node or operation, operation.device, operation.begin)
         for back, moment in edges:
             work.after(works[place - back], moment)
         if place in waits:

@@ -16,6 +16,7 @@ from . import compiler
 from .fault import Fault
 from .lower.core import FAULTS
 from .memory import Allocation, memory
+from .races import Clocks, Order, tracker
 from .state import (
     COPIES,
     EXITED,
@@ -38,12 +39,16 @@ if TYPE_CHECKING:
 __all__ = ["Grid"]
 
 MULTIPROCESSORS = 132  # as an H200 has
-FUEL = 1 << 20  # loop iterations of a warp, until others get their turn
+FUEL = 1 << 15  # loop iterations of a warp, until others get their turn
 FIRST_WARP = -(-ctypes.sizeof(BlockState) // 64) * 64
 
 
+SPARE = 64  # slots that a function keeps for later launches
 STORES = 512  # that a store buffer holds
 BUFFER_BYTES = ctypes.sizeof(StoreBuffer) + STORES * ctypes.sizeof(BufferedStore)
+
+
+_explored: list[Grid] = []  # launches whose stores are buffered
 
 
 @cache
@@ -58,21 +63,34 @@ class Slot:
     """Room for a resident cluster."""
 
     def __init__(
-        self, block_bytes: int, blocks: int, shared_bytes: int, local_bytes: int, copies_bytes: int, buffer_bytes: int
+        self,
+        block_bytes: int,
+        blocks: int,
+        shared_bytes: int,
+        local_bytes: int,
+        copies_bytes: int,
+        buffer_bytes: int,
+        watched: tuple[int, int] | None,
     ) -> None:
-        self.key = (block_bytes, blocks, shared_bytes, local_bytes, copies_bytes, buffer_bytes)
+        """``watched``: where races are looked for, the warps of a block and the bytes of a granule."""
+        self.key = (block_bytes, blocks, shared_bytes, local_bytes, copies_bytes, buffer_bytes, watched)
         self.buffers = np.zeros(blocks * buffer_bytes, np.uint8)
         self.states = np.zeros(block_bytes * blocks + 64, np.uint8)
         self.copies = np.zeros(copies_bytes, np.uint8)
         self.address = -(-self.states.ctypes.data // 64) * 64
         self.shared: Allocation | None = None
         self.local: Allocation | None = None
+        window = (blocks - 1) * SHARED_STRIDE + shared_bytes if shared_bytes else 0
         if shared_bytes:
-            window = (blocks - 1) * SHARED_STRIDE + shared_bytes
             self.shared = memory.allocate(window, "shared", align=1024)
             memory.allow(self.shared.address, window, False)
         if local_bytes:
             self.local = memory.allocate(local_bytes, "local")
+        self.clocks: Clocks | None = None
+        if watched is not None:
+            warps, granule = watched
+            at = self.shared.address if self.shared else 0
+            self.clocks = Clocks(blocks, warps, window, granule.bit_length() - 1, at)
 
     def fill(self, state: SlotState) -> None:
         state.blocks = self.address
@@ -80,7 +98,12 @@ class Slot:
         state.local = self.local.address if self.local else 0
         state.copies = self.copies.ctypes.data
         state.buffers = self.buffers.ctypes.data
+        state.clocks = ctypes.addressof(self.clocks.state) if self.clocks else 0
         state.active = 0
+
+    @property
+    def worn(self) -> bool:
+        return self.clocks is not None and self.clocks.worn
 
     def close(self) -> None:
         for allocation in (self.shared, self.local):
@@ -132,9 +155,11 @@ class Grid:
         cluster: tuple[int, int, int],
         cooperative: bool,
         device: int,
+        order: Order | None = None,
     ) -> None:
         compiled = function.compiled
-        explored = function.program.mode == "explored"
+        explored, raced = function.program.mode == "explored", function.program.mode == "raced"
+        self.order = order
         self.function, self.grid, self.block, self.cluster = function, grid, block, cluster
         self.run, self.code = compiler.runtime(), function.address
         threads = block[0] * block[1] * block[2]
@@ -156,11 +181,12 @@ class Grid:
             blocks * warps * 32 * compiled.local_bytes,
             blocks * warps * copies,
             BUFFER_BYTES if explored else 0,
+            (warps, compiled.granule) if raced else None,
         )
         resident = MULTIPROCESSORS * max(1, min(32, 2048 // (warps * 32), 233472 // (shared_bytes + 1024)))
         self.capacity = clusters if cooperative else min(clusters, max(1, resident // blocks))
         self.slots: list[Slot] = []
-        self._slot_states = (SlotState * 1)()
+        self._room = (SlotState * 1)()
         self.state = GridState(
             memory_base=memory.base,
             memory_bytes=memory.nbytes,
@@ -188,12 +214,18 @@ class Grid:
             room=1,
             buffer_bytes=BUFFER_BYTES if explored else 0,
             device_buffer=_device_buffer(device).ctypes.data if explored else 0,
+            watched=raced,
+            order=order.address if order is not None and raced else 0,
         )
         Grid._serial += 1
         self.state.id = Grid._serial & 0xFFFFFFFF
         self.done = False
         self._stalled: tuple[int, bytes] | None = None  # how it was when it last looked in vain
         self._add_slot()
+        for number in range(clusters if cooperative else 0):  # all of them are resident from the beginning
+            self._begin_in(number)
+        if explored:
+            _explored.append(self)
 
     # Running
 
@@ -236,7 +268,7 @@ class Grid:
             return "done"
         state, run = self.state, compiler.runtime()
         address = ctypes.addressof(state)
-        if state.next_cluster < state.clusters and (state.in_use < self.capacity or self._idle()) and not choose(2):
+        if state.next_cluster < state.clusters and (state.in_use < self.capacity or self._idle()) and not choose(3):
             self._begin()
         ready = [pair for pair in self._warps() if pair[1].status == WarpStatus.READY]
         if not ready:
@@ -267,22 +299,23 @@ class Grid:
         return "stalled" if code == Code.POLLING else "running"
 
     def _idle(self) -> bool:
-        return any(not slot.active for slot in self._slot_states)
+        return any(not slot.active for slot in self._slot_states[: self.state.in_use])
 
     def _slot_of(self, leader: int) -> SlotState:
         return next(slot for slot in self._slot_states if slot.blocks == leader)
 
     def _begin(self) -> None:
-        """Put the next cluster into a slot."""
+        """Put the next cluster into a slot: one that has become empty, or a new one."""
+        states = self._slot_states
+        empty = next((number for number in range(self.state.in_use) if not states[number].active), None)
+        self._begin_in(self.state.in_use if empty is None else empty)
+
+    def _begin_in(self, number: int) -> None:
         state = self.state
-        if not self._idle() or state.in_use < len(self.slots):
-            if state.in_use == len(self.slots):
-                self._add_slot()
-            slot = self._slot_states[state.in_use]
-            state.in_use += 1
-        else:
-            slot = next(each for each in self._slot_states if not each.active)
-        compiler.runtime().begin(ctypes.addressof(state), ctypes.addressof(slot), state.next_cluster)
+        if number == len(self.slots):
+            self._add_slot()
+        state.in_use = max(state.in_use, number + 1)
+        compiler.runtime().begin(ctypes.addressof(state), ctypes.addressof(self._room[number]), state.next_cluster)
         state.next_cluster += 1
 
     def _buffers(self) -> Iterator[int]:
@@ -293,12 +326,17 @@ class Grid:
         yield self.state.device_buffer
 
     def _settle(self, choose: Callable[[int], int]) -> None:
-        """Let a buffered store go on its way, or not."""
-        waiting = [at for at in self._buffers() if StoreBuffer.from_address(at).count]
-        if waiting and not choose(4):
-            at = waiting[choose(len(waiting))]
-            picked = choose(StoreBuffer.from_address(at).count)
-            compiler.runtime().settle(ctypes.addressof(self.state), at, picked)
+        """Let one buffered store, of whatever launch, go on its way, or all of a buffer, or none."""
+        waiting = [(grid, at) for grid in _explored for at in grid._buffers() if StoreBuffer.from_address(at).count]
+        what = choose(5) if waiting else 2
+        if what > 1:
+            return
+        grid, at = waiting[choose(len(waiting))]
+        state = ctypes.addressof(grid.state)
+        if what:
+            compiler.runtime().drain(state, at)
+        else:
+            compiler.runtime().settle(state, at, choose(StoreBuffer.from_address(at).count))
 
     def settle_all(self) -> None:
         """Let everybody see everything."""
@@ -307,32 +345,42 @@ class Grid:
 
     def _add_slot(self) -> None:
         spare = self.function.spare
-        slot = next((each for each in spare if each.key == self._slot_key), None)
+        slot = next((each for each in spare if each.key == self._slot_key and not each.worn), None)
         if slot is None:
             slot = Slot(*self._slot_key)
         else:
             spare.remove(slot)
         self.slots.append(slot)
-        states = (SlotState * len(self.slots))()
-        for state, old in zip(states, self._slot_states, strict=False):
-            ctypes.memmove(ctypes.addressof(state), ctypes.addressof(old), ctypes.sizeof(SlotState))
-        slot.fill(states[-1])
+        count = len(self.slots)
+        if count > len(self._room):
+            room = (SlotState * (2 * count))()
+            ctypes.memmove(room, self._room, ctypes.sizeof(self._room))
+            self._room = room
+        self.state.slots = ctypes.addressof(self._room)
+        self.state.slot_count = count
+        state = self._room[count - 1]
+        slot.fill(state)
         for rank in range(self.state.cluster_blocks if self.state.buffer_bytes else 0):
-            buffer = StoreBuffer.from_address(states[-1].buffers + rank * BUFFER_BYTES)
+            buffer = StoreBuffer.from_address(state.buffers + rank * BUFFER_BYTES)
             buffer.count, buffer.capacity, buffer.following = 0, STORES, self.state.device_buffer
-        self._slot_states = states
-        self.state.slots = ctypes.addressof(states)
-        self.state.slot_count = len(states)
-        if len(states) == self.capacity:
+        if count == self.capacity:
             self.state.room = 0  # no more of them
+
+    @property
+    def _slot_states(self) -> list[SlotState]:
+        return self._room[: len(self.slots)]
 
     def close(self) -> None:
         """Give back what it used; it is over."""
         if self.done:
             return
         self.done = True
-        self.function.spare += self.slots
-        del self.function.spare[64:]
+        if self in _explored:
+            _explored.remove(self)
+        spare = self.function.spare
+        spare += self.slots
+        while len(spare) > SPARE:
+            spare.pop().close()
         self.slots = []
         memory.free(self.params.address)
 
@@ -358,7 +406,7 @@ class Grid:
 
     def snapshot(self) -> bytes:
         """All that decides what it does next, besides memory."""
-        return b"".join(slot.states.tobytes() for slot in self.slots) + bytes(self._slot_states)
+        return b"".join(slot.states.tobytes() for slot in self.slots)
 
     def _warps(self) -> Iterator[tuple[BlockState, WarpState]]:
         for slot, state in zip(self.slots, self._slot_states, strict=False):
@@ -415,6 +463,17 @@ class Grid:
                 "a cp.async that was not waited for writes there" if self._copying(address) else "nothing was written"
             )
             return Fault("CUDA_ERROR_ILLEGAL_ADDRESS", f"{who}: {access}, where {late}: {where}")
+        if kind == "race":
+            own, other = ("writes" if state.fault_verbs >> bit & 1 else "reads" for bit in (0, 1))
+            rest = f"{self._warp(state.fault_other)} {other}, and no barrier or fence orders them"
+            what = f"it {own} {nbytes} bytes at {address:#x}: {where}, which {rest}"
+            return Fault("CUDA_ERROR_LAUNCH_FAILED", f"{who}: race: {what}")
+        if kind == "no order":
+            assert self.order is not None
+            own = "writes" if state.fault_verbs & 1 else "reads"
+            report = tracker.report(self.order, address, state.fault_other, bool(state.fault_verbs & 2))
+            what = f"{self.order.what} {own} {nbytes} bytes at {address:#x}: {report}"
+            return Fault("CUDA_ERROR_LAUNCH_FAILED", f"{who}: race: {what}")
         if kind == "trap":
             return Fault("CUDA_ERROR_LAUNCH_FAILED", f"{who}: the kernel gave up (trap)")
         if kind == "barrier divergence":
@@ -426,6 +485,15 @@ class Grid:
             lanes = "lanes that its mask names are elsewhere"
             return Fault("CUDA_ERROR_LAUNCH_FAILED", f"{who}: {lanes}")
         return Fault("CUDA_ERROR_LAUNCH_FAILED", f"{who}: {kind}")
+
+    def _warp(self, number: int) -> str:
+        """A warp of the running cluster."""
+        rank, index = divmod(number, self.state.warps)
+        if rank == self.state.cluster_blocks:
+            return "a cp.async.bulk that was not waited for"
+        last = min(32 * index + 32, self.state.threads) - 1
+        block = f" of block {rank} of the cluster" if self.state.cluster_blocks > 1 else ""
+        return f"warp {index}{block} (threads {32 * index} to {last})"
 
     def _where(self, address: int) -> str:
         for slot in self.slots:

@@ -7,7 +7,9 @@ devices and host threads interleave. A host thread that waits does it; while non
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # what `signal` wraps, whose enums cost more than a short wait
 import atexit
+import gc
 import signal
 import sys
 import threading
@@ -16,9 +18,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from .fault import Fault
+from .races import tracker
 
 __all__ = ["END", "START", "TRIGGER", "Machine", "Once", "Outcome", "Plain", "Task", "Until", "Work", "machine"]
 
@@ -31,11 +34,14 @@ SLICE_S = 100e-6  # how long a slice should take: fuel is given accordingly
 BUDGET_S = 200e-6  # of slices, before other threads that want the machine have their turn
 HAND_OVER_S = 20e-6  # a lock that is released and taken again at once never reaches another thread
 AWAY_S = 1e-3  # a host thread that stays away so long leaves the work to the machine's thread
+DOZE = 20  # times that the machine's thread looks for work in vain, until it must be woken
 REST_S = 200e-6  # until work that is stalled looks again, at first
 LONGEST_REST_S = 2e-3
+POLLED_SLICES = 32  # at most, of a poll whose schedule is chosen
 CROWD = 256  # works that are not over, from which on who queues more does some of them
 PATIENT_STEPS = 20_000  # of explored kernels without a store, until they count as stalled
-IDLE_S = 0.5  # what is stalled and waits for no busy thread counts as a deadlock then, where there are other threads
+IDLE_S = 0.5  # how long nothing may change while other threads only wait for each other
+STRANGE_S = 5.0  # and while there are threads that never came here
 
 
 class Task(Protocol):
@@ -116,12 +122,13 @@ class Work:
 
     __slots__ = (
         *("_at", "_begin", "_blockers", "_children", "_fuel", "_held", "_reached", "_stalled_at", "_unended"),
-        *("device", "over", "parent", "task", "what"),
+        *("device", "order", "over", "parent", "task", "what"),
     )
 
     def __init__(self, what: object, device: int, begin: Callable[[Work], Task | None] | None = None) -> None:
         self.what, self.device = what, device
         self.task: Task | None = None
+        self.order = tracker.order(what, device) if tracker.on else None
         self.parent: Work | None = None  # which waits for it
         self.over = False  # done or dropped
         self._begin = begin
@@ -129,13 +136,15 @@ class Work:
         self._blockers = 0  # moments that it waits for before it starts
         self._unended = 0  # works that it starts before the end of, and which must end before it does
         self._children = 0
-        self._fuel = 64  # of the next slice
+        self._fuel = 1  # of the next slice
         self._stalled_at = -1  # the change after which it looked in vain
         self._at: dict[int, list[Work]] = {}  # works that start at a moment
         self._held: list[Work] = []  # works that may start earlier, but not end before this one
 
     def after(self, other: Work | None, moment: int = END) -> None:
         """Start when ``other`` has reached a moment, and do not end before it does. Only before it is submitted."""
+        if other is not None and self.order is not None and other.order is not None:
+            self.order.after(other.order, ended=moment == END, triggered=moment == TRIGGER)
         if other is None or other.over:
             return
         if not other._reached & moment:
@@ -163,10 +172,51 @@ class Work:
         return f"{self.what} on cpu:{self.device}"
 
 
+class _Stall:
+    """What a thread that waits knows of a time in which nothing moves."""
+
+    def __init__(self) -> None:
+        self.progress = -1  # of the machine, when it began
+        self.since = 0.0
+        self.sure = False
+        self._rest = REST_S
+
+    def begin(self, progress: int) -> None:
+        self.progress, self.since, self.sure, self._rest = progress, time.monotonic(), False, REST_S
+
+    def rest(self) -> float:
+        """Until the next look: longer and longer."""
+        now, self._rest = self._rest, min(self._rest * 1.5, LONGEST_REST_S)
+        return now
+
+
+class _Lock:
+    """A lock during which nothing is collected: a finalizer may call the driver, which would want the lock again.
+
+    A thread that was interrupted while it took or gave the lock, and so has it still, can go on.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._collects = False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._collects |= gc.isenabled()
+        gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        if self._collects:
+            self._collects = False
+            gc.enable()
+        self._lock.release()
+
+
 class Machine:
     """Does works in turn. All its state changes under its lock: ``with machine:``.
 
     Attributes:
+        tracks: the order of its works is kept, where races are looked for.
         choose: ``choose(n)`` picks one of n things that may happen next: which work goes on, and, in kernels that are
             loaded for that, which warp. None: one after another, for slices of some time.
         background: whether the machine's own thread goes on while host threads are away.
@@ -178,7 +228,10 @@ class Machine:
         newest_fault: the last of them.
     """
 
-    def __init__(self) -> None:
+    _own: ClassVar[set[int]] = set()  # threads of machines
+
+    def __init__(self, *, tracks: bool = False) -> None:
+        self.tracks = tracks
         self.choose: Callable[[int], int] | None = None
         self.background = True
         self.patience_s = 10.0
@@ -186,17 +239,19 @@ class Machine:
         self.left: dict[int, int] = {}
         self.faults: dict[int, Fault] = {}
         self.newest_fault: Fault | None = None
-        self._lock = threading.Lock()
+        self._lock = _Lock()
         self._callers: deque[None] = deque()  # threads that want the lock
         self._touched = 0  # how often host threads had it
         self._active: deque[Work] = deque()  # can go on
         self._pending: dict[Work, None] = {}  # all that are not over, in the order in which they came
         self._changes = 0
         self._barren = 0  # active works that looked in vain since the last change
+        self._progress = 0  # slices that were not in vain, and works that became active
         self._patience_left = PATIENT_STEPS
-        self._news = threading.Event()  # there may be something to do for who rests
-        self._waiting: set[int] = set()  # host threads that wait
-        self._own: set[int] = set()  # threads of the machine
+        self._resting = 0  # threads that wait for news
+        self._news = threading.Event()
+        self._users: set[int] = set()  # threads that were ever here
+        self._waiting: dict[int, Callable[[], bool]] = {}  # those that wait, and until when
         self._hosts: dict[int, SimpleQueue[tuple[Work, Callable[[], None]]]] = {}
         self._calling = 0  # host functions that run or will
         self._bug: BaseException | None = None  # of the device itself, met by the machine's thread
@@ -207,16 +262,19 @@ class Machine:
     # Access
 
     def __enter__(self) -> Machine:
+        self._users.add(threading.get_ident())
         self._callers.append(None)
-        self._lock.acquire()
-        self._callers.pop()
+        try:
+            self._lock.__enter__()
+        finally:
+            self._callers.pop()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._touched += 1
         wake = bool(self._pending) and not self._awake and self.background
         self._awake |= wake
-        self._lock.release()
+        self._lock.__exit__()
         if wake:
             self._start_thread()
             self._wake.set()
@@ -226,6 +284,11 @@ class Machine:
     def submit(self, work: Work) -> Work:
         """It is done when what it waits for is."""
         self._pending[work] = None
+        if work.order is not None:
+            if self.tracks:
+                tracker.submit(work.order)
+            else:
+                work.order = None
         self.left[work.device] = self.left.get(work.device, 0) + 1
         if not work._blockers:
             self._activate(work)
@@ -234,6 +297,8 @@ class Machine:
     def spawn(self, parent: Work, work: Work) -> None:
         """Submit a work that ``parent``, which runs now, waits for when it parks."""
         work.parent = parent
+        if work.order is not None:
+            work.order.parent = parent.order
         parent._children += 1
         self.submit(work)
 
@@ -307,6 +372,7 @@ class Machine:
             newest = self.newest_fault
             self.fail(Fault("CUDA_ERROR_CONTEXT_IS_DESTROYED", f"cpu:{device} was reset"), [device])
             self.newest_fault = newest
+        tracker.saw_device(device)
         self.faults.pop(device, None)
 
     def _deadlock(self) -> None:
@@ -324,33 +390,48 @@ class Machine:
 
     def wait(self, over: Callable[[], bool]) -> None:
         """Do work until ``over()``, which is asked under the lock. Not to be called under it."""
-        rest, stuck_since, sure = REST_S, 0.0, False
-        with self._as_waiter() as interrupted:
+        stall = _Stall()
+        with self._as_waiter(over) as interrupted:
             while True:
-                self._news.clear()
                 with self:
                     self._tell_bug()
                     if self._run(over):
                         return
                     stuck = self._barren >= len(self._active)
-                    if stuck and not self._calling:
-                        stuck_since = stuck_since or time.monotonic()
-                        if time.monotonic() - stuck_since >= self._patience():
-                            if sure:
-                                self._deadlock()
-                            # Whoever was seen to be idle may have changed something just before: look once more.
-                            self._change()
-                            sure = not sure
-                            continue
+                    if stuck and self._is_deadlock(stall):
+                        self._deadlock()
+                        continue
+                    if stuck:
+                        self._news.clear()
+                        self._resting += 1
+                if stuck:
+                    self._rest(stall.rest())
+                elif self._callers:
+                    time.sleep(HAND_OVER_S)
                 interrupted()
-                if not stuck:
-                    rest, stuck_since, sure = REST_S, 0.0, False
-                    if self._callers:
-                        time.sleep(HAND_OVER_S)
-                elif not self._news.wait(rest):
-                    rest = min(rest * 1.5, LONGEST_REST_S)
-                    with self:
-                        self._change(news=False)  # others may have written to memory
+
+    def _is_deadlock(self, stall: _Stall) -> bool:
+        """Whether what is stuck is so for good: nothing has moved for long enough, and nobody may be about to act."""
+        if stall.progress != self._progress or self._calling:
+            stall.begin(self._progress)
+        if self._calling or time.monotonic() - stall.since < self._patience():
+            return False
+        if not stall.sure:
+            # Who was seen to be idle may have changed something just before: all must look in vain once more.
+            stall.sure = True
+            self._change()
+            self._run(_never)
+            return stall.progress == self._progress and self._barren >= len(self._active) and self._is_deadlock(stall)
+        return True
+
+    def _rest(self, seconds: float) -> None:
+        """Wait for news, for so long."""
+        try:
+            self._news.wait(seconds)
+        finally:
+            with self:
+                self._resting -= 1
+                self._change()  # also those may have written to memory who do not tell
 
     def relieve(self) -> None:
         """Do some work if there is much of it: a host thread that queues more and more must not outrun the devices. Not
@@ -364,31 +445,41 @@ class Machine:
             with _uninterrupted() as interrupted:
                 with self:
                     self._tell_bug()
-                    self._run(_never)
-                    self._change(news=False)
+                    if self.choose is None:
+                        self._run(_never)
+                    else:  # time decides nothing
+                        for _ in range(self.choose(POLLED_SLICES)):
+                            if self._active:
+                                self._slice()
+                    self._change()
                 interrupted()
 
     @contextmanager
-    def _as_waiter(self) -> Iterator[Callable[[], None]]:
+    def _as_waiter(self, over: Callable[[], bool]) -> Iterator[Callable[[], None]]:
         me = threading.get_ident()
         with _uninterrupted() as interrupted:
-            self._waiting.add(me)
+            self._waiting[me] = over
             try:
                 yield interrupted
             finally:
-                self._waiting.discard(me)
+                del self._waiting[me]
 
     def _patience(self) -> float:
         """For how long nothing may change before that is a deadlock: forever, if a thread may be about to act."""
-        frames, idle = sys._current_frames(), False
+        frames, longest = sys._current_frames(), self.patience_s if self.shared else 0.0
+        if any(over() for over in list(self._waiting.values())):
+            return float("inf")  # it is about to go on
         for thread in threading.enumerate():
             frame = frames.get(thread.ident or 0)
             if frame is None or thread.ident in self._waiting or thread.ident in self._own:
                 continue
-            if frame.f_code.co_filename != threading.__file__:
+            if frame.f_code.co_filename == threading.__file__:  # it waits for another thread
+                longest = max(longest, IDLE_S)
+            elif thread.ident in self._users:
                 return float("inf")
-            idle = True  # it waits for another thread
-        return self.patience_s if self.shared else IDLE_S if idle else 0.0
+            else:
+                longest = max(longest, STRANGE_S)
+        return longest
 
     def _tell_bug(self) -> None:
         bug, self._bug = self._bug, None
@@ -417,6 +508,8 @@ class Machine:
         work = active[place]
         del active[place]
         task = work.task
+        if tracker.on:
+            tracker.run(work.order)
         try:
             if task is None and work._begin is not None:
                 task = work.task = work._begin(work)
@@ -429,15 +522,14 @@ class Machine:
         except BaseException as bug:
             self.fail(Fault("CUDA_ERROR_UNKNOWN", f"the CPU device broke down in {work}: {bug!r}"), [work.device])
             raise
+        if outcome in ("stalled", "running"):  # a choice of the same place is one of the same work
+            active.insert(place if self.choose is not None else len(active), work)
         if outcome == "stalled":
             self._barren += work._stalled_at != self._changes
             work._stalled_at = self._changes
-            active.append(work)
         else:
-            self._change(news=False)
-            if outcome == "running":
-                active.append(work)
-            elif outcome == "done":
+            self._change()
+            if outcome == "done":
                 self._reach(work, START | TRIGGER | END)
                 return
         self._reach(work, START)
@@ -462,20 +554,25 @@ class Machine:
         outcome: str = task.step(self.choose)
         if outcome == "done" or task.stores != stores:
             self._patience_left = PATIENT_STEPS
-            return outcome
+            return "done" if outcome == "done" else "running"
         self._patience_left -= 1
         return "running" if self._patience_left > 0 else "stalled"
 
-    def _change(self, *, news: bool = True) -> None:
+    def _change(self) -> None:
         """What looked in vain may look again."""
         self._changes += 1
         self._barren = 0
-        if news:
+
+    def _tell(self) -> None:
+        """There is something to do, or over, for threads that rest."""
+        if self._resting:
             self._news.set()
 
     def _activate(self, work: Work) -> None:
         self._active.append(work)
+        self._progress += 1
         self._change()
+        self._tell()
 
     def _unblock(self, works: Iterable[Work]) -> None:
         for work in works:
@@ -503,6 +600,8 @@ class Machine:
             for followers in at.values():
                 self._unblock(followers)
             for follower in held:
+                if follower.order is not None and work.order is not None:
+                    follower.order.learn(work.order)
                 follower._unended -= 1
                 if follower._unended or follower.over:
                     continue
@@ -517,11 +616,13 @@ class Machine:
 
     def _retire(self, work: Work) -> None:
         work.over = True
+        if work.order is not None:
+            tracker.finish(work.order)
         work.task = work._begin = work.parent = None
         work._at, work._held = {}, []
         self.left[work.device] -= 1
         del self._pending[work]
-        self._news.set()
+        self._tell()
 
     # The machine's own thread
 
@@ -537,30 +638,36 @@ class Machine:
         while True:
             self._wake.wait()
             self._wake.clear()
+            idle = 0
             while True:
                 touched = self._touched
                 time.sleep(AWAY_S)
                 with self._lock:
-                    if not self._pending or not self.background:
+                    idle = 0 if self._pending else idle + 1
+                    if idle > DOZE or not self.background:
                         self._awake = False
                         break
-                if touched == self._touched and not self._waiting:
+                if self._pending and touched == self._touched and not self._waiting:
                     self._work_alone(touched)
 
     def _work_alone(self, touched: int) -> None:
-        while touched == self._touched and not self._waiting and self._pending:
+        while touched == self._touched and not self._waiting and self._pending and self.background:
             with self._lock:
                 try:
                     self._run(_never)
                 except BaseException as bug:
                     self._bug = bug
                 stuck = self._barren >= len(self._active)
-                self._change(news=False)
+                self._change()
             time.sleep(LONGEST_REST_S if stuck else HAND_OVER_S if self._callers else 0)
 
     def _stop(self) -> None:
-        """The process ends: its last threads do what is left to do."""
-        self.background = False
+        """The process ends: no slice may be under way then. Host threads that still wait do what is left to do."""
+        with self._lock:
+            self.background = False
+
+
+_INTERRUPTS = tuple(int(number) for number in (signal.SIGINT, signal.SIGALRM, signal.SIGTERM))
 
 
 def _never() -> bool:
@@ -584,17 +691,17 @@ def _uninterrupted() -> Iterator[Callable[[], None]]:
             number, frame = came.pop(0)
             handlers[number](number, frame)
 
-    for number in (signal.SIGINT, signal.SIGALRM, signal.SIGTERM):
-        handler = signal.getsignal(number)
+    for number in _INTERRUPTS:
+        handler = _signal.getsignal(number)
         if callable(handler):
             handlers[number] = handler
-            signal.signal(number, later)
+            _signal.signal(number, later)
     try:
         yield now
     finally:
-        for restored in handlers:
-            signal.signal(restored, handlers[restored])
+        for number, handler in handlers.items():
+            _signal.signal(number, handler)
         now()
 
 
-machine = Machine()
+machine = Machine(tracks=True)

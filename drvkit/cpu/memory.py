@@ -13,9 +13,13 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..lifetime import caller
 from .fault import Fault
+
+if TYPE_CHECKING:
+    from .races import Tracker
 
 __all__ = ["ALLOCATED", "WRITTEN", "Allocation", "Memory", "memory"]
 
@@ -65,6 +69,9 @@ class Memory:
 
     Args:
         nbytes: of address space; physical memory is taken page by page, when it is touched.
+
+    Attributes:
+        tracker: is told who accesses what, where races are looked for.
     """
 
     def __init__(self, nbytes: int = 1 << 38) -> None:
@@ -83,6 +90,7 @@ class Memory:
         self._free: dict[int, list[int]] = {}  # by room: addresses that can be used again
         self._quarantine: deque[Allocation] = deque()
         self._top = self.base + PAGE
+        self.tracker: Tracker | None = None
 
     # Allocations
 
@@ -116,6 +124,8 @@ class Memory:
             raise LookupError(f"{address:#x} is not the start of an allocation")
         allocation.freed = True
         self._mark(address, allocation.nbytes, 0)
+        if self.tracker is not None:
+            self.tracker.renew(address, allocation.nbytes)
         self._quarantine.append(allocation)
         if len(self._quarantine) > QUARANTINE:
             self._forget(self._quarantine.popleft())
@@ -134,6 +144,20 @@ class Memory:
         end = (allocation.address + allocation.nbytes) // PAGE * PAGE
         for address in (start, start + self.shadow):
             _libc.madvise(address, end - start, MADV_DONTNEED)
+
+    def room(self, nbytes: int) -> int:
+        """Zeros that are no part of the address space; physical memory is taken page by page, when it is touched."""
+        return _map(0, nbytes + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+
+    def clear(self, address: int, nbytes: int) -> None:
+        """Zeros again, of such room."""
+        start, end = -(-address // PAGE) * PAGE, (address + nbytes) // PAGE * PAGE
+        if end - start < 1 << 20:
+            ctypes.memset(address, 0, nbytes)
+            return
+        ctypes.memset(address, 0, start - address)
+        ctypes.memset(end, 0, address + nbytes - end)
+        _libc.madvise(start, end - start, MADV_DONTNEED)
 
     def find(self, address: int) -> Allocation | None:
         """The allocation that contains it; a freed one too, as long as it is known."""
@@ -173,6 +197,8 @@ class Memory:
         """Take a file's pages away again."""
         _map(address, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED)
         self._mark(address, nbytes, 0)
+        if self.tracker is not None:
+            self.tracker.renew(address, nbytes)
 
     def allow(self, address: int, nbytes: int, allowed: bool = True) -> None:
         """Whether kernels may touch a mapped range."""
@@ -229,7 +255,7 @@ class Memory:
                 done += more
         self.written(address, len(pattern) * count)
 
-    def check(self, address: int, nbytes: int, *, read: bool, what: str) -> None:
+    def check(self, address: int, nbytes: int, *, read: bool, what: str, strong: bool = False) -> None:
         """`Fault` if a range of the address space may not be touched; memory outside of it is the host's business."""
         if not nbytes or address not in self:
             return
@@ -238,6 +264,8 @@ class Memory:
             at = address + state.index(0)
             verb = "reads" if read else "writes"
             raise Fault("CUDA_ERROR_ILLEGAL_ADDRESS", f"{what} {verb} {nbytes} bytes at {address:#x}: {self.place(at)}")
+        if self.tracker is not None:
+            self.tracker.touch(address, nbytes, write=not read, strong=strong)
 
     def place(self, address: int) -> str:
         """Where an address is, for a report."""
@@ -246,7 +274,11 @@ class Memory:
         allocation = self.find(address)
         if allocation is not None:
             inside = f"{address - allocation.address} bytes into a {allocation}"
-            return f"{inside}, which was freed" if allocation.freed else inside
+            if allocation.freed:
+                return f"{inside}, which was freed"
+            if not ctypes.c_uint8.from_address(address + self.shadow).value & ALLOCATED:
+                return f"{inside}, which was freed by its graph, or is not allocated yet"
+            return inside
         at = bisect.bisect_right(self._starts, address) - 1
         if at >= 0:
             before = self._known[self._starts[at]]

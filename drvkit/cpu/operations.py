@@ -179,6 +179,7 @@ class Launch(Operation):
             cluster=self.cluster,
             cooperative=self.cooperative,
             device=self.device,
+            order=work.order,
         )
 
     def check_update(self, old: Operation) -> str | None:
@@ -337,9 +338,9 @@ class Fill(Operation):
 
     def check_update(self, old: Operation) -> str | None:
         assert isinstance(old, Fill)
-        if max(self.height, old.height) > 1 or memory_of(self.address) != memory_of(old.address):
-            return "PARAMETERS_CHANGED"
-        return None
+        boxes = [(fill.element, fill.width, fill.height, fill.pitch) for fill in (self, old)]
+        same = boxes[0] == boxes[1] or max(self.height, old.height) == 1
+        return None if same and memory_of(self.address) == memory_of(old.address) else "PARAMETERS_CHANGED"
 
     def __str__(self) -> str:
         return f"fill of {self.width}x{self.height} elements of {self.element} bytes at {self.address:#x}"
@@ -431,7 +432,7 @@ class MemOp(NamedTuple):
         nbytes = self.nbytes
         if nbytes is None:
             return True
-        memory.check(self.address, nbytes, read=self.operation in WAIT, what=str(self))
+        memory.check(self.address, nbytes, read=self.operation in WAIT, what=str(self), strong=True)
         word = (ctypes.c_uint32 if nbytes == 4 else ctypes.c_uint64).from_address(self.address)
         if self.operation in WRITE:
             word.value = self.value
@@ -549,9 +550,16 @@ class GraphMemory(Shared):
 
     def open(self) -> None:
         memory.allow(self.address, self.nbytes)
+        self._touch()
 
     def shut(self) -> None:
+        self._touch()
         memory.allow(self.address, self.nbytes, False)
+
+    def _touch(self) -> None:
+        """Whoever uses it must come behind, or before, as of a write."""
+        if memory.tracker is not None:
+            memory.tracker.touch(self.address, self.nbytes, write=True)
 
     def release(self) -> None:
         memory.free(self.address)

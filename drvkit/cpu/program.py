@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +19,7 @@ from .ptx import Function as PtxFunction
 
 if TYPE_CHECKING:
     from .launch import Grid
+    from .races import Order
 
 __all__ = ["Function", "Program", "load"]
 
@@ -47,6 +49,7 @@ class Compiled:
     warp_bytes: int
     registers: int
     uses_copies: bool
+    granule: int
     globals: list[str]
     places: list[tuple[str, str]] = field(repr=False)
 
@@ -179,11 +182,22 @@ class Function:
         cluster: tuple[int, int, int] = (1, 1, 1),
         cooperative: bool = False,
         device: int = 0,
+        order: Order | None = None,
     ) -> Grid:
         """A launch of it, of which nothing is done yet. ``shared`` is dynamic shared memory in bytes."""
         from .launch import Grid
 
-        return Grid(self, grid, block, params, shared=shared, cluster=cluster, cooperative=cooperative, device=device)
+        return Grid(
+            self,
+            grid,
+            block,
+            params,
+            shared=shared,
+            cluster=cluster,
+            cooperative=cooperative,
+            device=device,
+            order=order,
+        )
 
     def give_back(self) -> None:
         while self.spare:
@@ -214,21 +228,26 @@ def _lower(module: Module, ptx: PtxFunction, mode: str) -> tuple[Compiled, str]:
         warp_bytes=lower.warp_bytes,
         registers=min(255, 16 + max(live, default=0) // 4),
         uses_copies=lower.uses_copies,
+        granule=lower.granule,
         globals=lower.globals,
         places=[(i.name, i.where) for i in lower.places],
     )
     return compiled, ir
 
 
-MODES = ("checked", "unchecked", "explored")
+MODES = ("checked", "unchecked", "explored", "raced")
 
 
-def load(data: bytes, name: str = "", *, mode: str = "checked") -> Program:
+def load(data: bytes, name: str = "", *, mode: str | None = None) -> Program:
     """A PTX text. `ImageError` for what is none, or has what the CPU device does not execute.
 
     ``mode``: with "unchecked" memory accesses are not looked at, which is faster; "explored" is for hostile schedules
-    and weak memory.
+    and weak memory; with "raced" races are looked for, from the first such program on. By default
+    what ``DRVKIT_CPU_MODE`` in the environment says, else "checked".
     """
+    mode = mode or os.environ.get("DRVKIT_CPU_MODE") or "checked"
+    if mode not in MODES:
+        raise ValueError(f"DRVKIT_CPU_MODE: wanted one of {', '.join(MODES)}, got {mode!r}")
     if data[:4] == b"\x7fELF" or data[:4] == b"\x50\xed\x55\xba":
         kind = "a cubin" if data[:4] == b"\x7fELF" else "a fatbin"
         raise ImageError("CUDA_ERROR_NO_BINARY_FOR_GPU", f"{kind} is GPU code: the CPU device executes PTX")
@@ -236,4 +255,8 @@ def load(data: bytes, name: str = "", *, mode: str = "checked") -> Program:
         text = data.rstrip(b"\0").decode()
     except UnicodeDecodeError:
         raise ImageError("CUDA_ERROR_INVALID_IMAGE", "neither PTX nor anything else that is known") from None
+    if mode == "raced":
+        from .races import tracker
+
+        tracker.begin()
     return Program(text, name, mode)

@@ -19,6 +19,7 @@ from .state import (
     COPIES,
     REGISTERS,
     SHARED_STRIDE,
+    Access,
     BarrierState,
     BlockState,
     Code,
@@ -29,7 +30,7 @@ from .state import (
     WarpStatus,
 )
 
-__all__ = ["ACCESS_BYTES", "Function", "check_lane", "runtime_ir"]
+__all__ = ["ACCESS_BYTES", "Function", "check_lane", "record_fault", "runtime_ir"]
 
 ACCESS_BYTES = (1, 2, 4, 8, 16, 32)
 PATIENCE = 64  # rounds of one slot before the others get their turn
@@ -85,6 +86,7 @@ class Function(Builder):
 
 def runtime_ir() -> tuple[str, list[str]]:
     """The module's text, and the names of its functions."""
+    from .races import race_functions
     from .weak import weak_functions
 
     functions = [_time(), _check(), _readable(), _copy_begin(), _copy_oldest(), _copy_finish(), _copy_bulk()]
@@ -92,7 +94,7 @@ def runtime_ir() -> tuple[str, list[str]]:
     for nbytes in ACCESS_BYTES:
         for checked in (True, False):
             functions += [_access(nbytes, "load", checked), _access(nbytes, "store", checked)]
-    functions += weak_functions()
+    functions += weak_functions() + race_functions()
     names = [function.head.split("@")[1].split("(")[0] for function in functions]
     declared: dict[str, str] = {}
     for function in functions:
@@ -121,7 +123,9 @@ def access_name(nbytes: int, verb: str, checked: bool) -> str:
     return f"drvkit_{verb}_{nbytes}{'' if checked else '_unchecked'}"
 
 
-def _record(f: Function, kind: str | Value, lane: Value, place: Value, nbytes: int | Value, address: Value) -> None:
+def record_fault(
+    f: Function, kind: str | Value, lane: Value, place: Value, nbytes: int | Value, address: Value
+) -> None:
     grid = f["grid"]
     f.set(grid, GridState, "fault_kind", FAULTS.index(kind) if isinstance(kind, str) else kind)
     f.set(grid, GridState, "fault_lane", lane)
@@ -149,21 +153,21 @@ def _check() -> Function:
     nbytes = f.cast("zext", f["nbytes"], "i64")
     inside = f.op("sub", address, f.field(grid, GridState, "memory_base"))
     with f.when(f.compare("icmp uge", inside, f.field(grid, GridState, "memory_bytes")), likely=False):
-        _record(f, "not allocated", f["lane"], f["place"], f["nbytes"], address)
+        record_fault(f, "not allocated", f["lane"], f["place"], f["nbytes"], address)
         f.ret(1)
     low = f.op("and", address, f.op("sub", nbytes, constant("i64", 1)))
     with f.when(f.compare("icmp ne", low, constant("i64", 0)), likely=False):
-        _record(f, "misaligned", f["lane"], f["place"], f["nbytes"], address)
+        record_fault(f, "misaligned", f["lane"], f["place"], f["nbytes"], address)
         f.ret(1)
     shadow = f.op("add", address, f.field(grid, GridState, "shadow"))
     with f.count(nbytes) as byte:
         place = f.pointer(f.op("add", shadow, byte))
         state = f.load("i8", place)
         with f.when(f.is_(f.op("and", state, constant("i8", ALLOCATED)), 0), likely=False):
-            _record(f, "not allocated", f["lane"], f["place"], f["nbytes"], address)
+            record_fault(f, "not allocated", f["lane"], f["place"], f["nbytes"], address)
             f.ret(1)
         with f.when(f.compare("icmp ne", f.op("and", state, f["needs"]), f["needs"]), likely=False):
-            _record(f, "not written", f["lane"], f["place"], f["nbytes"], address)
+            record_fault(f, "not written", f["lane"], f["place"], f["nbytes"], address)
             f.ret(1)
         f.store(f.op("or", state, f["gives"]), place)
     f.add_to(grid, GridState, "stores", 1)
@@ -266,12 +270,12 @@ def check_lane(f: Function, address: Value, lane: Value, nbytes: int, needs: int
     inside = f.op("sub", address, f.field(grid, GridState, "memory_base"))
     room = f.op("sub", f.field(grid, GridState, "memory_bytes"), constant("i64", nbytes - 1))
     with f.when(f.compare("icmp uge", inside, room), likely=False):
-        _record(f, "not allocated", lane, f["place"], nbytes, address)
+        record_fault(f, "not allocated", lane, f["place"], nbytes, address)
         f.ret(1)
     if nbytes > 1:
         low = f.op("and", address, constant("i64", nbytes - 1))
         with f.when(f.compare("icmp ne", low, constant("i64", 0)), likely=False):
-            _record(f, "misaligned", lane, f["place"], nbytes, address)
+            record_fault(f, "misaligned", lane, f["place"], nbytes, address)
             f.ret(1)
     _, state = _shadow_word(f, address, nbytes)
     pattern = constant(state.type, _every(nbytes, needs))
@@ -283,7 +287,7 @@ def check_lane(f: Function, address: Value, lane: Value, nbytes: int, needs: int
             constant("i32", FAULTS.index("not allocated")),
             constant("i32", FAULTS.index("not written")),
         )
-        _record(f, kind, lane, f["place"], nbytes, address)
+        record_fault(f, kind, lane, f["place"], nbytes, address)
         f.ret(1)
 
 
@@ -338,6 +342,7 @@ def _copy_oldest() -> Function:
     entry = _entry_of(f, done)
     nbytes, place = f.field(entry, CopyState, "nbytes"), f.field(entry, CopyState, "place")
     wide = f.cast("zext", nbytes, "i64")
+    watched = f.compare("icmp ne", f.field(grid, GridState, "watched"), constant("i32", 0))
     with f.each_bit(f.field(entry, CopyState, "mask")) as lane:
         target = f.field(entry, CopyState, "target", lane)
         source = f.field(entry, CopyState, "source", lane)
@@ -347,12 +352,22 @@ def _copy_oldest() -> Function:
             bad = f.call("i32", "drvkit_readable", grid, source, lane, place, amount, needs)
             with f.when(f.compare("icmp ne", bad, constant("i32", 0)), likely=False):
                 f.ret(1)
+            with f.when(watched):
+                how = constant("i32", Access.READS)
+                bad = f.call("i32", "drvkit_race_lane", grid, source, amount, lane, place, how)
+                with f.when(f.compare("icmp ne", bad, constant("i32", 0)), likely=False):
+                    f.ret(1)
         there = f.pointer(target)
         f.call("void", "llvm.memset.p0.i64", there, constant("i8", 0), wide, constant("i1", 0))
         size = f.cast("zext", f.call("i32", "llvm.umin.i32", amount, nbytes), "i64")
         f.call("void", "llvm.memcpy.p0.p0.i64", there, f.pointer(source), size, constant("i1", 0))
         shadow = f.pointer(f.op("add", target, f.field(grid, GridState, "shadow")))
         f.call("void", "llvm.memset.p0.i64", shadow, constant("i8", 3), wide, constant("i1", 0))
+        with f.when(watched):
+            how = constant("i32", Access.WRITES)
+            bad = f.call("i32", "drvkit_race_lane", grid, target, nbytes, lane, place, how)
+            with f.when(f.compare("icmp ne", bad, constant("i32", 0)), likely=False):
+                f.ret(1)
     f.add_to(grid, GridState, "stores", 1)
     f.ret(0)
     return f
@@ -389,7 +404,7 @@ def _readable() -> Function:
     inside = f.op("sub", address, f.field(grid, GridState, "memory_base"))
     limit = f.op("sub", f.field(grid, GridState, "memory_bytes"), size)
     with f.when(f.compare("icmp ugt", inside, limit), likely=False):
-        _record(f, "not allocated", f["lane"], f["place"], f["nbytes"], address)
+        record_fault(f, "not allocated", f["lane"], f["place"], f["nbytes"], address)
         f.ret(1)
     shadow = f.op("add", address, f.field(grid, GridState, "shadow"))
     with f.count(size) as byte:
@@ -401,7 +416,7 @@ def _readable() -> Function:
                 constant("i32", FAULTS.index("not allocated")),
                 constant("i32", FAULTS.index("not written")),
             )
-            _record(f, kind, f["lane"], f["place"], f["nbytes"], f.op("add", address, byte))
+            record_fault(f, kind, f["lane"], f["place"], f["nbytes"], f.op("add", address, byte))
             f.ret(1)
     f.ret(0)
     return f
@@ -416,7 +431,7 @@ def _copy_bulk() -> Function:
     size = f.cast("zext", f["nbytes"], "i64")
     low = f.op("and", f.op("or", f.op("or", f["target"], f["source"]), size), constant("i64", 15))
     with f.when(f.compare("icmp ne", low, constant("i64", 0)), likely=False):
-        _record(f, "misaligned", f["lane"], f["place"], f["nbytes"], f["target"])
+        record_fault(f, "misaligned", f["lane"], f["place"], f["nbytes"], f["target"])
         f.ret(1)
     for name, state in (("source", ALLOCATED | WRITTEN), ("target", ALLOCATED)):
         arguments = (f["lane"], f["place"], f["nbytes"], constant("i8", state))
@@ -449,6 +464,9 @@ def _release() -> Function:
         warp_bytes = f.field(grid, GridState, "warp_bytes")
         votes, threads = f.field(barrier, BarrierState, "votes"), f.field(barrier, BarrierState, "threads")
         first = f.at(block, _first_warp())
+        watched = f.compare("icmp ne", f.field(grid, GridState, "watched"), constant("i32", 0))
+        with f.when(f.op("and", watched, f.is_(expected, 0))):
+            f.call("void", "drvkit_race_gone", grid, block, f["id"])
         with f.count(f.field(grid, GridState, "warps")) as number:
             warp = f.at(first, f.op("mul", f.cast("zext", number, "i64"), warp_bytes))
             waits = f.op(
@@ -460,6 +478,10 @@ def _release() -> Function:
                 f.set(warp, WarpState, "status", WarpStatus.READY)
                 f.set(warp, WarpState, "votes", votes)
                 f.set(warp, WarpState, "participants", threads)
+                with f.when(watched):
+                    f.call("void", "drvkit_race_leave", block, warp, f["id"])
+        with f.when(watched):
+            f.call("void", "drvkit_race_reset", block, f["id"])
         for name in ("arrived", "expected", "votes", "threads"):
             f.set(barrier, BarrierState, name, 0)
     f.line("ret void")
@@ -479,7 +501,7 @@ def _barrier() -> Function:
     )  # fmt: skip
     block, warp = f["block"], f["warp"]
     with f.when(f.compare("icmp uge", f["id"], constant("i32", BARRIERS)), likely=False):
-        _record(f, "barrier", constant("i32", 0), f["place"], f["id"], constant("i64", 0))
+        record_fault(f, "barrier", constant("i32", 0), f["place"], f["id"], constant("i64", 0))
         f.ret(1)
     offset = BlockState.barriers.offset
     barrier = f.at(f.at(block, offset), f.op("mul", f["id"], constant("i32", ctypes.sizeof(BarrierState))))
@@ -488,6 +510,8 @@ def _barrier() -> Function:
     f.add_to(barrier, BarrierState, "votes", f["votes"])
     with f.when(f.compare("icmp ne", f["expected"], constant("i32", 0))):
         f.set(barrier, BarrierState, "expected", f["expected"])
+    with f.when(f.compare("icmp ne", f.field(f["grid"], GridState, "watched"), constant("i32", 0))):
+        f.call("void", "drvkit_race_arrive", block, warp, f["id"])
     with f.when(f["wait"]):
         f.set(warp, WarpState, "status", WarpStatus.WAITING)
         f.set(warp, WarpState, "barrier", f["id"])
@@ -548,6 +572,7 @@ def _begin() -> Function:
             "add", f.field(slot, SlotState, "buffers"), f.op("mul", wide, f.field(grid, GridState, "buffer_bytes"))
         )
         f.set(block, BlockState, "buffer", buffer)
+        f.set(block, BlockState, "clocks", f.field(slot, SlotState, "clocks"))
         f.set(block, BlockState, "leader", f.value("i64", f"ptrtoint {leader} to i64"))
         window = f.op("add", f.op("add", shared, shadow), f.op("mul", wide, constant("i64", SHARED_STRIDE)))
         shared_bytes = f.cast("zext", f.field(grid, GridState, "shared_bytes"), "i64")
@@ -574,6 +599,8 @@ def _begin() -> Function:
                     warp_local, constant("i1", 0),
                 )  # fmt: skip
     f.set(leader, BlockState, "cluster_live", f.op("mul", warps, blocks))
+    with f.when(f.compare("icmp ne", f.field(grid, GridState, "watched"), constant("i32", 0))):
+        f.call("void", "drvkit_race_begin", grid, slot)
     f.line("ret void")
     return f
 
@@ -589,6 +616,8 @@ def _ended() -> Function:
     untriggered = f.is_(f.field(block, BlockState, "triggered"), 0)
     with f.when(f.op("and", f.is_(live, 0), untriggered)):
         f.add_to(f["grid"], GridState, "triggered", 1)
+        with f.when(f.compare("icmp ne", f.field(f["grid"], GridState, "watched"), constant("i32", 0))):
+            f.call("void", "drvkit_race_trigger", f["grid"], block, f["warp"])
     buffered = f.compare("icmp ne", f.field(f["grid"], GridState, "buffer_bytes"), constant("i64", 0))
     with f.when(f.op("and", f.is_(live, 0), buffered)):
         f.call("void", "drvkit_drain", f["grid"], f.pointer(f.field(block, BlockState, "buffer")))
@@ -608,10 +637,11 @@ def _run_slot() -> Function:
     leader = f.pointer(f.field(f["slot"], SlotState, "blocks"))
     block_bytes, warp_bytes = f.field(grid, GridState, "block_bytes"), f.field(grid, GridState, "warp_bytes")
     blocks, warps = f.field(grid, GridState, "cluster_blocks"), f.field(grid, GridState, "warps")
-    progress, ever = f.alloca("i32", 4), f.alloca("i32", 4)
+    progress, ever, sliced = f.alloca("i32", 4), f.alloca("i32", 4), f.alloca("i32", 4)
     f.store(constant("i32", 0), ever, align=4)
     with f.count(constant("i32", PATIENCE)):
         f.store(constant("i32", 0), progress, align=4)
+        f.store(constant("i32", 0), sliced, align=4)
         with f.count(blocks) as rank:
             block = f.at(leader, f.op("mul", f.cast("zext", rank, "i64"), block_bytes))
             first = f.at(block, _first_warp())
@@ -626,6 +656,8 @@ def _run_slot() -> Function:
                     stored = f.compare("icmp ne", f.field(grid, GridState, "stores"), before)
                     moved = f.select(polled, f.cast("zext", stored, "i32"), constant("i32", 1))
                     f.store(f.op("or", f.load("i32", progress, align=4), moved), progress, align=4)
+                    with f.when(f.is_(code, Code.SLICED)):
+                        f.store(constant("i32", 1), sliced, align=4)
                     with f.when(f.is_(code, Code.DONE)):
                         f.call("void", "drvkit_ended", grid, block, warp)
                     for stops in (Code.FAULT, Code.HOST):
@@ -633,6 +665,8 @@ def _run_slot() -> Function:
                             f.ret(stops)
         with f.when(f.is_(f.field(leader, BlockState, "cluster_live"), 0)):
             f.ret(Code.DONE)
+        with f.when(f.compare("icmp ne", f.load("i32", sliced, align=4), constant("i32", 0))):
+            f.ret(Code.SLICED)
         moved = f.load("i32", progress, align=4)
         f.store(f.op("or", f.load("i32", ever, align=4), moved), ever, align=4)
         with f.when(f.is_(moved, 0)):
@@ -652,7 +686,7 @@ def _run() -> Function:
     f = Function("i32", "drvkit_run", grid="ptr", kernel="ptr", budget="i64", passes="i64", step="i64")
     grid = f["grid"]
     budget, passes = f.alloca("i64", 8), f.alloca("i64", 8)
-    progress, active = f.alloca("i32", 4), f.alloca("i32", 4)
+    progress, active, finished = f.alloca("i32", 4), f.alloca("i32", 4), f.alloca("i32", 4)
     f.store(f["budget"], budget, align=8)
     f.store(f["passes"], passes, align=8)
     again = f.name("again")
@@ -660,6 +694,7 @@ def _run() -> Function:
     f.label(again)
     f.store(constant("i32", 0), progress, align=4)
     f.store(constant("i32", 0), active, align=4)
+    f.store(constant("i32", 0), finished, align=4)
     slots = f.pointer(f.field(grid, GridState, "slots"))
     with f.count(f.field(grid, GridState, "in_use")) as number:
         slot = f.at(slots, f.op("mul", number, constant("i32", ctypes.sizeof(SlotState))))
@@ -673,6 +708,7 @@ def _run() -> Function:
                 f.store(constant("i32", 1), progress, align=4)
                 f.store(f.op("sub", f.load("i64", budget, align=8), constant("i64", 1)), budget, align=8)
             with f.when(f.is_(code, Code.DONE)):
+                f.store(constant("i32", 1), finished, align=4)
                 f.set(slot, SlotState, "active", 0)
                 following = f.field(grid, GridState, "next_cluster")
                 with f.when(f.compare("icmp ult", following, f.field(grid, GridState, "clusters"))):
@@ -686,7 +722,8 @@ def _run() -> Function:
     used, count = f.field(grid, GridState, "in_use"), f.field(grid, GridState, "slot_count")
     empty = f.compare("icmp ult", used, count)
     room = f.op("or", empty, f.compare("icmp ne", f.field(grid, GridState, "room"), constant("i32", 0)))
-    with f.when(f.op("and", f.op("and", f.op("xor", moved, constant("i1", 1)), left), room)):
+    unfinished = f.is_(f.load("i32", finished, align=4), 0)  # those that are resident may wait for others
+    with f.when(f.op("and", f.op("and", unfinished, left), room)):
         with f.when(f.op("xor", empty, constant("i1", 1))):
             f.ret(Code.WAITING)
         slot = f.at(slots, f.op("mul", used, constant("i32", ctypes.sizeof(SlotState))))

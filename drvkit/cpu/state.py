@@ -10,11 +10,15 @@ from ctypes import Structure, c_int32, c_int64, c_uint32, c_uint64
 
 __all__ = [
     "EXITED",
+    "Access",
     "BarrierState",
     "BlockState",
+    "ClockState",
     "Code",
     "CopyState",
     "GridState",
+    "OrderEntry",
+    "OrderState",
     "SlotState",
     "WarpState",
     "WarpStatus",
@@ -89,7 +93,10 @@ class GridState(Structure):
         ("device_buffer", c_uint64),  # the device's StoreBuffer, where memory is weak
         ("buffer_bytes", c_uint64),  # of a block's
         ("room", c_uint32),  # whether another slot may be asked for
-        ("reserved", c_uint32),
+        ("watched", c_uint32),  # for races
+        ("order", c_uint64),  # the launch's OrderState; 0: only races inside of clusters are looked for
+        ("fault_other", c_uint32),  # of a race: who else, a warp of the cluster or a work
+        ("fault_verbs", c_uint32),  # of a race: bit 0, it wrote; bit 1, the other one wrote
     ]
 
 
@@ -102,6 +109,7 @@ class SlotState(Structure):
         ("local", c_uint64),  # windows of local memory of all their lanes
         ("copies", c_uint64),  # their warps' queues of copies
         ("buffers", c_uint64),  # their store buffers
+        ("clocks", c_uint64),  # their ClockState, where races are looked for
         ("active", c_uint32),
         ("reserved", c_uint32),
     ]
@@ -134,6 +142,7 @@ class BlockState(Structure):
         ("cluster_live", c_uint32),  # warps; in the leader
         ("triggered", c_uint32),
         ("number", c_uint64),  # counted over the grid, x fastest
+        ("clocks", c_uint64),  # the cluster's ClockState
         ("barriers", BarrierState * 16),
     ]
 
@@ -199,6 +208,77 @@ class StoreBuffer(Structure):
         ("count", c_uint32),
         ("capacity", c_uint32),
         ("following", c_uint64),  # the StoreBuffer that they go to; 0: memory
+    ]
+
+
+class Access:
+    """Bits that tell how memory is accessed, where races are looked for."""
+
+    WRITES, READS, STRONG = 1, 2, 4  # strong as in the ISA: atomics, volatile, relaxed, acquire, release
+    ACQUIRE, RELEASE = 8, 16
+    APART = 32  # what it orders is said elsewhere
+
+
+class ClockState(Structure):
+    """What is known of the order in a cluster: vector clocks, and who accessed which granule of shared memory when.
+
+    A clock has an element for each warp of the cluster, one for its bulk copies, and one that says whether the grids
+    before this one have ended. Clocks go on from one cluster of the slot to the next: all of the old is up to ``base``.
+    """
+
+    _fields_ = [
+        ("warps", c_uint64),  # each warp's clock
+        ("fenced", c_uint64),  # as they were at its last fence
+        ("pending", c_uint64),  # what its next fence makes it know
+        ("barriers", c_uint64),  # who has arrived: 16 of each block
+        ("cluster_barrier", c_uint64),  # two, by phase
+        ("arrived", c_uint64),  # by address, modulo: who has arrived at an mbarrier
+        ("released", c_uint64),  # by address, modulo: what is known to who sees its newest value or phase
+        ("writes", c_uint64),  # of each granule: the writer << 32 | its clock << 1 | strong
+        ("reads", c_uint64),  # of each who reads, of each granule: its clock << 1 | not strong
+        ("reader_bytes", c_uint64),  # from one reader's to the next one's
+        ("window", c_uint64),  # the address of the first granule
+        ("window_bytes", c_uint64),
+        ("width", c_uint32),  # elements of a clock
+        ("count", c_uint32),  # warps; the element of copies is that, the next one is that of the grids before
+        ("blocks", c_uint32),
+        ("shift", c_uint32),  # of a granule, 1, 2 or 4 bytes
+        ("base", c_uint32),
+        ("copies", c_uint32),  # the clock of the newest bulk copy
+    ]
+
+
+class OrderEntry(Structure):
+    """Where a work stands: works of one chain come one after another."""
+
+    _fields_ = [
+        ("chain", c_uint32),
+        ("index", c_uint32),  # in the chain
+        ("clock", c_uint64),  # what comes before it: of each chain, an index
+    ]
+
+
+class OrderState(Structure):
+    """A work that runs, and what comes before it.
+
+    Each 4-byte granule of the address space has three records, at fixed distances: of its writer and of two readers. A
+    record is the number of a work << 5 | the bytes that it touched << 1 | strong.
+    """
+
+    _fields_ = [
+        ("number", c_uint32),
+        ("floor", c_uint32),  # works of lower numbers come before all
+        ("clock", c_uint64),
+        ("early", c_uint64),  # the same before the grids that it depends on have ended
+        ("works", c_uint64),  # the OrderEntry of each work
+        ("writers", c_int64),  # distances
+        ("readers", c_int64),
+        ("others", c_int64),
+        ("other", c_uint32),  # of a race: the other work
+        ("other_wrote", c_uint32),
+        ("address", c_uint64),  # of a race
+        ("triggered_early", c_uint32),  # it let others begin before it knew that the grids before it had ended
+        ("reserved", c_uint32),
     ]
 
 

@@ -15,8 +15,23 @@ from .graphs import PLAIN, PROGRAMMATIC, EdgeData, Graph, Node
 from .handles import RefusedError, handles
 from .machine import END, TRIGGER, Once, Task, Work, machine
 from .operations import Attribute, Launch, Operation
+from .races import tracker
 
-__all__ = ["Capture", "Context", "Event", "Mark", "Mode", "Stream", "guard", "guard_legacy", "of_thread"]
+__all__ = [
+    "GREATEST_PRIORITY",
+    "LEAST_PRIORITY",
+    "Capture",
+    "Context",
+    "Event",
+    "Mark",
+    "Mode",
+    "Stream",
+    "guard",
+    "guard_legacy",
+    "of_thread",
+]
+
+LEAST_PRIORITY, GREATEST_PRIORITY = 0, -5
 
 Frontier = dict[Node, EdgeData]  # the nodes after which a captured stream goes on
 
@@ -151,7 +166,7 @@ class Stream:
         elif self.capture is not None:
             self.capture.invalidate()
             raise RefusedError("STREAM_CAPTURE_ISOLATION")
-        elif event.mark is not None and not event.mark.reached:
+        elif event.mark is not None and (tracker.on or not event.mark.reached):
             work = Work(f"wait for {event}", self.context.device)
             work.after(event.mark.work)
             self.append(work)
@@ -226,7 +241,9 @@ class Capture:
         return self._frontiers[stream]
 
     def set_frontier(self, stream: Stream, frontier: Frontier) -> None:
+        """The stream goes on behind these nodes; those that it leaves so need not be joined."""
         self._check()
+        self._nodes -= self._frontiers[stream].keys() - frontier.keys()
         self._frontiers[stream] = frontier
 
     def join(self, stream: Stream, frontier: Frontier) -> None:

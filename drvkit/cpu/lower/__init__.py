@@ -3,4 +3,17 @@
 from . import access, arithmetic, bits, convert, float, matrix, special, sync, warp
 from .core import LOWERINGS, Lower, UnsupportedError
 
-__all__ = ["LOWERINGS", "Lower", "UnsupportedError", "access", "arithmetic", "bits", "convert", "float", "matrix", "special", "sync", "warp"]
+__all__ = [
+    "LOWERINGS",
+    "Lower",
+    "UnsupportedError",
+    "access",
+    "arithmetic",
+    "bits",
+    "convert",
+    "float",
+    "matrix",
+    "special",
+    "sync",
+    "warp",
+]

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from ..ir import Builder, Value, constant, element, vector
 from ..memory import ALLOCATED, WRITTEN
 from ..ptx import SIZES, Instruction, Memory, Operand, Symbol
+from ..state import Access
 from .core import WARP, Lower, bits_of, kind_of, lowers, vector_elements
 
-__all__ = ["load_bytes", "space_of", "store_bytes"]
+__all__ = ["load_bytes", "space_of", "store_bytes", "watch"]
 
 _SPACES = ("param", "global", "shared", "local", "const")
 STRONG = ("volatile", "relaxed", "acquire", "release", "acq_rel", "mmio", "sc")
@@ -44,7 +45,26 @@ def _access(e: Lower, verb: str, addresses: Value, nbytes: int, values: Value, m
         suffix = "_weak"
         arguments.append(constant("i32", SIZES[e.i.types[-1]] if e.i.types else min(nbytes, 8)))
     e.fail_if(b.call("i32", f"drvkit_{verb}_{nbytes}{suffix}", *arguments))
+    watch(e, at, nbytes, Access.READS if verb == "load" else Access.WRITES, mask_bits)
     return values
+
+
+def watch(e: Lower, addresses: Value, nbytes: int, how: int, mask_bits: Value | None = None) -> None:
+    """Where races are looked for: the current instruction accesses ``nbytes`` a lane; ``addresses`` are in memory."""
+    if not e.raced or space_of(e.i) in ("local", "param"):
+        return
+    modifiers = set(e.i.modifiers)
+    if e.i.opcode in ("atom", "red") or modifiers & {*STRONG, "test_wait", "try_wait"}:
+        how |= Access.STRONG
+    if modifiers & {"acquire", "acq_rel", "sc"}:
+        how |= Access.ACQUIRE
+    if modifiers & {"release", "acq_rel", "sc"}:
+        how |= Access.RELEASE
+    if e.i.opcode == "mbarrier":
+        how |= Access.APART
+    e.granule = min(e.granule, nbytes)
+    sizes = constant("i32", nbytes), constant("i32", e.place(e.i)), constant("i32", how)
+    e.fail_if(e.b.call("i32", "drvkit_race_access", e.grid, addresses, mask_bits or e.mask_bits, *sizes))
 
 
 def scope_of(i: Instruction) -> int:
@@ -201,6 +221,7 @@ def _atomic_loop(e: Lower, operation: str, type_: str, addresses: Value, values:
         operands = [b.load(kind, b.at(each, index, kind), align=1) for each in given]
         before = _atomic(e, operation, type_, pointer, operands)
         b.store(before, b.at(old, index, kind), align=1)
+    watch(e, at, size, Access.READS | Access.WRITES)
     return b.load(vector(kind, WARP), old, align=64)
 
 
@@ -255,40 +276,73 @@ def _float_atomic(e: Lower, operation: str, type_: str, pointer: Value, value: V
     integer = f"i{8 * size}"
 
     def change(old: Value) -> Value:
-        return combine(b, operation, type_, old, b.cast("bitcast", value, integer))
+        # The units at the L2 cache flush subnormal f32 numbers, those of shared memory do not.
+        ftz = type_ == "f32" and space_of(e.i) != "shared"
+        return combine(b, operation, type_, old, b.cast("bitcast", value, integer), ftz=ftz)
 
     old = _update(e, pointer, integer, size, change)
     return b.cast("bitcast", old, kind_of(type_))
 
 
-def combine(b: Builder, operation: str, type_: str, x: Value, y: Value) -> Value:
-    """``x + y``, or the lesser or greater, of scalars given as the integers of their bits."""
-    bits = bits_of(x.type)
+_INFINITY = {"f16": 0x7C00, "bf16": 0x7F80, "f32": 0x7F800000, "f64": 0x7FF << 52}
+
+
+def combine(b: Builder, operation: str, type_: str, x: Value, y: Value, *, ftz: bool = False) -> Value:
+    """``x + y``, or the lesser or greater, of scalars given as the integers of their bits.
+
+    A NaN is the one that instructions give; of f64 that of an operand.
+    """
     if type_ in ("f16x2", "bf16x2"):
         halves = []
         for shift in (0, 16):
             parts = [b.cast("trunc", b.op("lshr", each, constant("i32", shift)), "i16") for each in (x, y)]
             halves.append(b.cast("zext", combine(b, operation, type_[:-2], *parts), "i32"))
         return b.op("or", halves[0], b.op("shl", halves[1], constant("i32", 16)))
-    if type_ == "bf16":
-        numbers = [
-            b.cast("bitcast", b.op("shl", b.cast("zext", each, "i32"), constant("i32", 16)), "float") for each in (x, y)
-        ]
-        total = b.cast("bitcast", _combined(b, operation, *numbers), "i32")
-        odd = b.op("and", b.op("lshr", total, constant("i32", 16)), constant("i32", 1))
-        rounded = b.op("add", total, b.op("add", odd, constant("i32", 0x7FFF)))
-        nan = b.compare("icmp ugt", b.op("and", total, constant("i32", 0x7FFFFFFF)), constant("i32", 0x7F800000))
-        result = b.select(nan, constant("i32", 0x7FFF0000), rounded)
-        return b.cast("trunc", b.op("lshr", result, constant("i32", 16)), "i16")
-    kind = {16: "half", 32: "float", 64: "double"}[bits]
-    values = [b.cast("bitcast", each, kind) for each in (x, y)]
-    return b.cast("bitcast", _combined(b, operation, *values), x.type)
-
-
-def _combined(b: Builder, operation: str, x: Value, y: Value) -> Value:
+    if ftz:
+        x, y = _flushed(b, x), _flushed(b, y)
+    numbers = [_number(b, type_, each) for each in (x, y)]
     if operation == "add":
-        return b.op("fadd", x, y)
-    return b.intrinsic(f"{operation}num", x, y)
+        result = _bits(b, type_, b.op("fadd", *numbers))
+    else:
+        result = _bits(b, type_, b.intrinsic(f"{operation}num", *numbers))
+        zeros = b.op("or" if operation == "min" else "and", x, y)  # -0 is less than +0
+        result = b.select(b.compare("fcmp oeq", *numbers), zeros, result)
+    if ftz:
+        result = _flushed(b, result)
+    if type_ == "f64":
+        return result
+    magnitude = b.op("and", result, constant(x.type, (1 << (bits_of(x.type) - 1)) - 1))
+    nan = b.compare("icmp ugt", magnitude, constant(x.type, _INFINITY[type_]))
+    return b.select(nan, constant(x.type, (1 << (bits_of(x.type) - 1)) - 1), result)
+
+
+def _number(b: Builder, type_: str, bits: Value) -> Value:
+    """As f32 or f64; the sum of two narrower ones, rounded to f32 and then to their format, is rounded right."""
+    if type_ == "bf16":
+        return b.cast("bitcast", b.op("shl", b.cast("zext", bits, "i32"), constant("i32", 16)), "float")
+    if type_ == "f16":
+        return b.cast("fpext", b.cast("bitcast", bits, "half"), "float")
+    return b.cast("bitcast", bits, {"f32": "float", "f64": "double"}[type_])
+
+
+def _bits(b: Builder, type_: str, number: Value) -> Value:
+    """The other way; of a NaN those of any."""
+    if type_ == "f16":
+        return b.cast("bitcast", b.cast("fptrunc", number, "half"), "i16")
+    if type_ != "bf16":
+        return b.cast("bitcast", number, {"f32": "i32", "f64": "i64"}[type_])
+    whole = b.cast("bitcast", number, "i32")
+    odd = b.op("and", b.op("lshr", whole, constant("i32", 16)), constant("i32", 1))
+    rounded = b.op("add", whole, b.op("add", odd, constant("i32", 0x7FFF)))
+    nan = b.compare("fcmp uno", number, number)
+    return b.cast("trunc", b.op("lshr", b.select(nan, whole, rounded), constant("i32", 16)), "i16")
+
+
+def _flushed(b: Builder, bits: Value) -> Value:
+    """A subnormal f32 number as a zero of its sign."""
+    exponent = b.op("and", bits, constant("i32", 0x7F800000))
+    sign = b.op("and", bits, constant("i32", 1 << 31))
+    return b.select(b.compare("icmp eq", exponent, constant("i32", 0)), sign, bits)
 
 
 # Addresses
@@ -314,7 +368,7 @@ def isspacep(e: Lower, i: Instruction) -> None:
     if space == "shared":
         own = b.op("sub", value, b.splat(e.shared_base, e.lanes))
         if "shared::cluster" in i.modifiers:
-            limit = b.op("mul", e.grid_field("cluster_blocks"), constant("i32", 1 << 18))
+            limit = _window_bytes(e)
         else:
             own = b.op("sub", own, b.splat(b.cast("zext", e.shared_offset, "i64"), e.lanes))
             limit = e.grid_field("shared_bytes")
@@ -329,12 +383,18 @@ def isspacep(e: Lower, i: Instruction) -> None:
         result = e.const("i1", 0)
     else:  # global: what is in no window
         shared = b.op("sub", value, b.splat(e.shared_base, e.lanes))
-        window = b.op("mul", e.grid_field("cluster_blocks"), constant("i32", 1 << 18))
+        window = _window_bytes(e)
         result = b.compare("icmp uge", shared, b.splat(b.cast("zext", window, "i64"), e.lanes))
         if e.local_bytes:
             own = b.op("sub", value, e.local_base)
             result = b.op("and", result, b.compare("icmp uge", own, e.const("i64", e.local_bytes)))
     e.write(i.operands[0], result, "pred")
+
+
+def _window_bytes(e: Lower) -> Value:
+    """Of a cluster's shared memory, from the first block's first byte to the last one's last."""
+    others = e.b.op("sub", e.grid_field("cluster_blocks"), constant("i32", 1))
+    return e.b.op("add", e.b.op("mul", others, constant("i32", 1 << 18)), e.grid_field("shared_bytes"))
 
 
 @lowers("mapa")

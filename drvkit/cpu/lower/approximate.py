@@ -1,7 +1,6 @@
 """Functions that the ISA defines by a bound of their error, for vectors of f32.
 
-The coefficients are minimax fits (Lawson's iteration over Chebyshev nodes). Each function is one of the module's own,
-so that a kernel that calls it often stays small.
+The coefficients are minimax fits (Lawson's iteration over Chebyshev nodes).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 from ..ir import Builder, Value, constant, lanes_of, vector
 from .core import splat_constant
 
-__all__ = ["FUNCTIONS", "function_text"]
+__all__ = ["FUNCTIONS"]
 
 
 def _number(like: Value, x: float) -> Value:
@@ -115,9 +114,3 @@ FUNCTIONS: dict[str, Callable[[Builder, Value], Value]] = {
     "cos": lambda b, x: _wave(b, x, 1),
     "tanh": _tanh,
 }
-
-
-def function_text(b: Builder, opcode: str, name: str, type_: str) -> str:
-    """A function ``name`` of one operand, written into an empty builder."""
-    b.line(f"ret {FUNCTIONS[opcode](b, Value('%x', type_))}")
-    return b.function(f"internal {type_} @{name}({type_} %x)", attributes="noinline ")

@@ -69,36 +69,31 @@ def bfind(e: Lower, i: Instruction) -> None:
 def fns(e: Lower, i: Instruction) -> None:
     """The n-th bit that is set, from a bit on, upwards or, for a negative n, downwards."""
     operands = [e.read(operand, "b32") for operand in i.operands[1:]]
-    type_ = operands[0].type
-    e.write(i.operands[0], e.b.call(type_, e.helper("fns", lambda inner: _fns_text(inner, type_)), *operands), "u32")
+    result = e.outlined("fns", operands[0].type, operands, lambda values: _nth_set_bit(e.b, *values))
+    e.write(i.operands[0], result, "u32")
 
 
-def _fns_text(b: Builder, type_: str) -> str:
-    mask, base, offset = (Value(f"%{name}", type_) for name in ("mask", "base", "offset"))
+def _nth_set_bit(b: Builder, mask: Value, base: Value, offset: Value) -> Value:
+    type_ = mask.type
     zero, one, top = _like(mask, 0), _like(mask, 1), _like(mask, 31)
     down = b.compare("icmp slt", offset, zero)  # is upwards in the reversed word
     bits = b.select(down, b.intrinsic("bitreverse", mask), mask)
-    start = b.select(down, b.op("sub", top, base), base)
-    here = _shifted(b, "shl", one, start)
-    above = b.op("sub", zero, here)  # the bits from the base on; none for a base that is no bit
+    here = _shifted(b, "shl", one, b.select(down, b.op("sub", top, base), base))
+    from_here = b.op("sub", zero, here)  # nothing for a base that is no bit
     here_only = b.compare("icmp eq", offset, zero)
-    left = b.op("and", bits, b.select(here_only, here, above))
+    place = b.alloca(type_)
+    b.store(b.op("and", bits, b.select(here_only, here, from_here)), place, align=64)
     more = b.op("sub", b.select(down, b.op("sub", zero, offset), offset), one)
     more = b.select(here_only, zero, more)
-    place = b.alloca(type_)
-    b.store(left, place, align=64)
     with b.count(constant("i32", 31)) as step:
         left = b.load(type_, place, align=64)
         fewer = b.op("and", left, b.op("sub", left, one))
         again = b.compare("icmp ult", b.splat(step, lanes_of(type_)), more)
         b.store(b.select(again, fewer, left), place, align=64)
-    left = b.load(type_, place, align=64)
-    left = b.select(b.compare("icmp ugt", more, top), zero, left)
+    left = b.select(b.compare("icmp ugt", more, top), zero, b.load(type_, place, align=64))
     found = b.call(type_, f"llvm.cttz.{mangled(type_)}", left, constant("i1", 0))
     found = b.select(down, b.op("sub", top, found), found)
-    result = b.select(b.compare("icmp eq", left, zero), _like(mask, -1), found)
-    b.line(f"ret {result}")
-    return b.function(f"internal {type_} @fns({mask}, {base}, {offset})", attributes="noinline ")
+    return b.select(b.compare("icmp eq", left, zero), _like(mask, -1), found)
 
 
 # Bit fields
@@ -225,7 +220,7 @@ _SELECTORS = {  # for each value of the low two bits the selectors of four bytes
 
 @lowers("prmt")
 def prmt(e: Lower, i: Instruction) -> None:
-    b, selection = e.b, i.operands[3]
+    selection = i.operands[3]
     a, c = (e.read(operand, "b32") for operand in i.operands[1:3])
     table = _SELECTORS.get(i.modifiers[-1])
     if isinstance(selection, Immediate):
@@ -233,24 +228,31 @@ def prmt(e: Lower, i: Instruction) -> None:
         if not chosen & 0x8888:
             e.write(i.operands[0], _picked(e, a, c, [chosen >> 4 * place & 7 for place in range(4)]), "b32")
             return
-    selector = e.read(selection, "b32")
+    operands = [a, c, e.read(selection, "b32")]
+    result = e.outlined(i.name, a.type, operands, lambda values: _permuted(e.b, table, *values))
+    e.write(i.operands[0], result, "b32")
+
+
+def _permuted(b: Builder, table: tuple[int, ...] | None, a: Value, c: Value, selector: Value) -> Value:
     if table:
         row = b.op("and", selector, _like(selector, 3))
         selector = _like(selector, table[3])
         for number, selectors in enumerate(table[:3]):
             selector = b.select(b.compare("icmp eq", row, _like(row, number)), _like(row, selectors), selector)
-    both = b.op("or", b.cast("zext", a, "i64"), b.op("shl", b.cast("zext", c, "i64"), e.const("i64", 32)))
+    low, high = (b.cast("zext", value, "i64") for value in (a, c))
+    both = b.op("or", low, b.op("shl", high, _like(high, 32)))
     result = _like(a, 0)
     for place in range(4):
         nibble = b.op("lshr", selector, _like(selector, 4 * place))
         by = b.op("shl", b.op("and", nibble, _like(nibble, 7)), _like(nibble, 3))
-        byte = b.cast("trunc", b.op("lshr", both, b.cast("zext", by, "i64")), "i8")
+        byte = b.cast("trunc", b.op("lshr", both, b.cast("zext", by, "i64")), "i32")
+        byte = b.op("and", byte, _like(byte, 0xFF))
         if not table:
-            signs = b.op("ashr", byte, _like(byte, 7))
+            sign = b.op("mul", b.op("lshr", byte, _like(byte, 7)), _like(byte, 0xFF))
             spread = b.compare("icmp ne", b.op("and", nibble, _like(nibble, 8)), _like(nibble, 0))
-            byte = b.select(spread, signs, byte)
-        result = b.op("or", result, b.op("shl", b.cast("zext", byte, "i32"), _like(a, 8 * place)))
-    e.write(i.operands[0], result, "b32")
+            byte = b.select(spread, sign, byte)
+        result = b.op("or", result, b.op("shl", byte, _like(byte, 8 * place)))
+    return result
 
 
 def _picked(e: Lower, a: Value, c: Value, selectors: list[int]) -> Value:
@@ -273,24 +275,27 @@ def _joined(e: Lower, parts: Value) -> Value:
 # Sums of small parts
 
 
-def _part(e: Lower, value: Value, number: int, bits: int, signed: bool) -> Value:
+def _part(b: Builder, value: Value, number: int, bits: int, signed: bool) -> Value:
     """A part of each word, extended to a word."""
-    b = e.b
     top = b.op("shl", value, _like(value, 32 - bits * (number + 1)))
     return b.op("ashr" if signed else "lshr", top, _like(value, 32 - bits))
 
 
 @lowers("dp4a", "dp2a")
 def dot_product(e: Lower, i: Instruction) -> None:
-    b = e.b
     a_signed, b_signed = (type_[0] == "s" for type_ in i.types)
-    a, c, result = (e.read(operand, "b32") for operand in i.operands[1:])
     count = int(i.opcode[2])
     first = 2 if i.modifiers[0] == "hi" else 0
-    for number in range(count):
-        left = _part(e, a, number, 32 // count, a_signed)
-        result = b.op("add", result, b.op("mul", left, _part(e, c, first + number, 8, b_signed)))
-    e.write(i.operands[0], result, "u32")
+
+    def total(values: list[Value]) -> Value:
+        b, (a, c, result) = e.b, values
+        for number in range(count):
+            left, right = _part(b, a, number, 32 // count, a_signed), _part(b, c, first + number, 8, b_signed)
+            result = b.op("add", result, b.op("mul", left, right))
+        return result
+
+    operands = [e.read(operand, "b32") for operand in i.operands[1:]]
+    e.write(i.operands[0], e.outlined(i.name, operands[0].type, operands, total), "u32")
 
 
 @lowers("vadd4", "vsub4", "vabsdiff4", "vmin4", "vmax4")

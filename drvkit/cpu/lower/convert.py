@@ -217,10 +217,8 @@ def _tf32(e: Lower, i: Instruction, value: Value) -> Value:
     rounding = next(m for m in i.modifiers if m in ("rn", "rz", "rna"))
     bits = words(b, value)
     result = b.op("shl", round_off(b, bits, 13, rounding), word(bits, 13))
-    if rounding == "rna":
-        nan = b.op("and", bits, word(bits, -1 << 13))
-    else:
-        nan = word(bits, FORMATS["f32"].nan & -1 << 13)
+    cut = word(bits, -1 << 13)
+    nan = b.op("and", bits if rounding == "rna" else word(bits, FORMATS["f32"].nan), cut)
     lost = b.compare("fcmp uno", value, value)
     if "satfinite" in i.modifiers:
         result = _finite(b, result, "f32", 1 << 13)

@@ -70,12 +70,14 @@ class Lower:
         mask: the lanes that run the current block (<32 x i1>), and ``mask_bits``, the same as an i32.
         gathered: what is known of this block: 1 if all lanes that live run it, 2 if all 32 do.
         weak: whether stores are buffered, and the warp stops where others may notice something.
+        raced: whether races are looked for.
         places: instructions that may fault or stop, by the number that the runtime gets.
     """
 
     def __init__(self, flow: Flow, variables: dict[str, Variable], symbol: str, *, mode: str) -> None:
         self.flow, self.symbol, self.mode = flow, symbol, mode
-        self.checks, self.weak = mode != "unchecked", mode == "explored"
+        self.checks, self.weak, self.raced = mode != "unchecked", mode == "explored", mode == "raced"
+        self.granule = 4  # bytes: the least that an access touches, but no more than 4
         self.b = Builder()
         self.helpers: dict[str, str] = {}  # functions that only this kernel uses: name -> text
         self.places: list[Instruction] = []
@@ -608,6 +610,18 @@ class Lower:
                 self.b.declared.setdefault(function, declaration)
         return name
 
+    def outlined(self, name: str, result: str, operands: list[Value], compute: Callable[[list[Value]], Value]) -> Value:
+        """What ``compute`` makes of operands, by a function of this kernel's own: for what takes much code."""
+
+        def write(inner: Builder) -> str:
+            outer, self.b = self.b, inner
+            places = [Value(f"%x{position}", operand.type) for position, operand in enumerate(operands)]
+            inner.line(f"ret {compute(places)}")
+            self.b = outer
+            return inner.function(f"internal {result} @{name}({', '.join(map(str, places))})", attributes="noinline ")
+
+        return self.b.call(result, self.helper(name, write), *operands)
+
     @contextmanager
     def active(self, mask_bits: Value) -> Iterator[Value]:
         """A loop over the running lanes; gives the lane as an i32."""
@@ -642,6 +656,8 @@ FAULTS = (
     "barrier",
     "no such block",
     "copy not awaited",
+    "race",
+    "no order",
 )
 
 

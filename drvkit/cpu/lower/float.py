@@ -9,24 +9,23 @@ Instructions".
 
 from __future__ import annotations
 
+import math
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..ir import Builder, Value, constant, element, lanes_of, mangled, vector
 from ..ptx import SIZES, Instruction, Operand, Register
-from .approximate import function_text
+from .approximate import FUNCTIONS
 from .core import Lower, lowers, pair, splat_constant
 
 __all__ = [
     "FORMATS",
     "ROUNDINGS",
-    "Format",
-    "computed",
     "float_arithmetic",
     "float_compare",
     "flush",
     "is_float",
-    "join",
     "narrow",
     "number",
     "odd",
@@ -37,11 +36,9 @@ __all__ = [
     "round_off",
     "rounded",
     "saturate",
-    "shape",
     "widen",
     "word",
     "words",
-    "write_numbers",
 ]
 
 _LLVM_ROUNDING = {"rz": 0, "rn": 1, "rp": 2, "rm": 3}  # as llvm.set.rounding numbers them
@@ -134,10 +131,10 @@ def narrow(e: Lower, value: Value, name: str, rounding: str = "rn", *, ftz: bool
     b, format_ = e.b, FORMATS[name]
     if name == "f64":
         return value
-    nan = word(value, format_.nan) if element(value.type) == "float" else words(b, value)
-    nan = _cut_nan(b, nan, format_) if element(value.type) == "double" else b.cast("trunc", nan, format_.word)
     lost = b.compare("fcmp uno", value, value)
+    nan = constant(vector(format_.word, lanes_of(value.type)), format_.nan)
     if element(value.type) == "double":
+        nan = _cut_nan(b, words(b, value), format_)
         value = odd(e, "fptrunc", value) if format_.bits == 16 else computed(e, "fptrunc", rounding, [value], name, ftz)
     if name == "f32":
         bits = words(b, value)
@@ -192,13 +189,17 @@ def _step_back(b: Builder, bits: Value, nearest: Value, exact: Value, rounding: 
 
 def read_numbers(e: Lower, operand: Operand, type_: str, *, ftz: bool = False) -> Value:
     """An operand as f32 or f64 numbers; of a packed type, two for each lane, the lower one first."""
+    return _numbers(e, _register(e, operand, type_), type_, ftz)
+
+
+def _register(e: Lower, operand: Operand, type_: str) -> Value:
+    return e.read(operand, type_ if type_ in ("f32", "f64") else f"b{8 * SIZES[type_]}")
+
+
+def _numbers(e: Lower, value: Value, type_: str, ftz: bool) -> Value:
     name, count = shape(type_)
-    if count == 1:
-        value = e.read(operand, name if name in ("f32", "f64") else "b16")
-    else:
-        value = split(e, e.read(operand, f"b{8 * SIZES[type_]}"), FORMATS[name].word)
-    if isinstance(operand, Register) and type_ == "f32" and operand in e.flushed:
-        ftz = ftz and e.flushed[operand] != e.env.get(operand)
+    if count == 2:
+        value = split(e, value, FORMATS[name].word)
     return widen(e.b, flush(e.b, value, name) if ftz else value, name)
 
 
@@ -213,17 +214,6 @@ def join(e: Lower, parts: Value, kind: str) -> Value:
     """Registers from their parts."""
     type_ = vector(kind, e.lanes)
     return parts if parts.type == type_ else e.b.value(type_, f"bitcast {parts} to {type_}")
-
-
-def write_numbers(e: Lower, operand: Operand, value: Value, type_: str, *, ftz: bool = False) -> None:
-    """A result, rounded to its type. With ``ftz`` it is known to have no subnormal numbers."""
-    name, count = shape(type_)
-    result = narrow(e, value, name)
-    if count == 2:
-        result = join(e, result, f"i{8 * SIZES[type_]}")
-    e.write(operand, result, type_)
-    if ftz and type_ == "f32" and isinstance(operand, Register) and operand in e.env and e.i.guard is None:
-        e.flushed[operand] = e.env[operand]
 
 
 # What modifiers do
@@ -269,11 +259,30 @@ def rounded(e: Lower, operation: str, rounding: str, *operands: Value) -> Value:
 def odd(e: Lower, operation: str, *operands: Value) -> Value:
     """The same, rounded to odd: the exact result, or of its two neighbours the one whose bits end in 1.
 
-    Rounding this again to fewer digits gives what rounding the exact result gives.
+    Rounding this again to fewer digits gives what rounding the exact result gives. (``fma`` is that of two numbers
+    whose product f32 holds, as those of the narrow formats are.)
     """
     b = e.b
+    if operation == "fma":
+        return _odd_fma(b, *operands)
     down, up = (rounded(e, operation, rounding, *operands) for rounding in ("rm", "rp"))
     return b.select(b.cast("trunc", words(b, down), "i1"), down, up)
+
+
+def _odd_fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
+    """The rounding error of a sum is a number, by Knuth's TwoSum; infinities make it a NaN.
+
+    Products of bf16 numbers that overflow or lose digits do no harm: no such sum is inexact and half way between two
+    numbers of bf16.
+    """
+    product, total = b.op("fmul", x, y), b.intrinsic("fma", x, y, z)
+    of_z = b.op("fsub", total, product)
+    error = b.op("fadd", b.op("fsub", product, b.op("fsub", total, of_z)), b.op("fsub", z, of_z))
+    bits = words(b, total)
+    inexact = b.compare("fcmp one", error, number(error, 0.0))
+    even = b.compare("icmp eq", b.op("and", bits, word(bits, 1)), word(bits, 0))
+    step = b.op("or", b.op("ashr", b.op("xor", bits, words(b, error)), word(bits, 31)), word(bits, 1))
+    return as_number(b, b.select(b.op("and", inexact, even), b.op("add", bits, step), bits))
 
 
 def _rounded_text(
@@ -332,24 +341,53 @@ def _rounding(e: Lower, i: Instruction) -> str:
 
 def float_arithmetic(e: Lower, i: Instruction) -> None:
     """add, sub, mul, fma, mad, div, min, max, neg and abs of all floating-point types."""
-    b, type_, ftz = e.b, i.types[0], "ftz" in i.modifiers
-    rounding = _rounding(e, i)
+    type_, rounding = i.types[0], _rounding(e, i)
     name, _ = shape(type_)
     types = [i.types[-1]] * (len(i.operands) - 2) + [type_]  # the last operand is as wide as the result
-    values = [read_numbers(e, operand, each, ftz=ftz) for operand, each in zip(i.operands[1:], types, strict=True)]
-    if i.opcode in ("min", "max"):
-        result = _extremum(b, i, values)
-    elif i.opcode in ("neg", "abs"):
-        result = b.value(values[0].type, f"fneg {values[0]}") if i.opcode == "neg" else b.intrinsic("fabs", *values)
+    ftz = "ftz" in i.modifiers
+
+    def compute(b: Builder, values: list[Value]) -> Value:
+        if i.opcode in ("min", "max"):
+            result = _extremum(b, i, values)
+        elif i.opcode in ("neg", "abs"):
+            result = b.value(values[0].type, f"fneg {values[0]}") if i.opcode == "neg" else b.intrinsic("fabs", *values)
+        elif {"approx", "full"} & set(i.modifiers):
+            result = _quotient(b, i, *values)
+        else:
+            result = computed(e, _OPERATIONS[i.opcode], rounding, values, name, ftz)
+        if "sat" in i.modifiers:
+            result = saturate(b, result)
+        return relu(b, result) if "relu" in i.modifiers else result
+
+    _write(e, i, types, compute)
+
+
+def _write(e: Lower, i: Instruction, types: list[str], compute: Callable[[Builder, list[Value]], Value]) -> None:
+    """The result of an instruction, which ``compute`` makes of numbers; of narrow ones, in a function of its own."""
+    type_, ftz, target = i.types[0], "ftz" in i.modifiers, i.operands[0]
+    name, count = shape(type_)
+    operands = [_register(e, operand, each) for operand, each in zip(i.operands[1:], types, strict=True)]
+    flushed = [type_ == "f32" and _is_flushed(e, operand) for operand in i.operands[1:]]
+
+    def whole(registers: list[Value]) -> Value:
+        given = zip(registers, types, flushed, strict=True)
+        result = narrow(
+            e, compute(e.b, [_numbers(e, value, each, ftz and not done) for value, each, done in given]), name
+        )
+        return join(e, result, f"i{8 * SIZES[type_]}") if count == 2 else result
+
+    if FORMATS[name].bits == 16 or i.opcode in FUNCTIONS:
+        symbol = f"{i.name}.{e.lanes}" + ".flushed" * any(flushed)
+        result = e.outlined(symbol, vector(f"i{8 * SIZES[type_]}", e.lanes), operands, whole)
     else:
-        result = computed(e, _OPERATIONS[i.opcode], rounding, values, name, ftz)
-        if "approx" in i.modifiers:
-            result = _quotient_of_large(b, result, *values)
-    if "sat" in i.modifiers:
-        result = saturate(b, result)
-    if "relu" in i.modifiers:
-        result = relu(b, result)
-    write_numbers(e, i.operands[0], result, type_, ftz=ftz)
+        result = whole(operands)
+    e.write(target, result, type_)
+    if ftz and type_ == "f32" and isinstance(target, Register) and target in e.env and i.guard is None:
+        e.flushed[target] = e.env[target]
+
+
+def _is_flushed(e: Lower, operand: Operand) -> bool:
+    return isinstance(operand, Register) and operand in e.flushed and e.flushed[operand] == e.env.get(operand)
 
 
 def _extremum(b: Builder, i: Instruction, values: list[Value]) -> Value:
@@ -363,7 +401,7 @@ def _extremum(b: Builder, i: Instruction, values: list[Value]) -> Value:
         equal = b.compare("fcmp oeq", result, other)
         chosen = b.select(first, result, b.select(equal, as_number(b, both), other))
         if "NaN" in i.modifiers:
-            result = b.select(b.compare("fcmp uno", result, other), _nan(result), chosen)
+            result = b.select(b.compare("fcmp uno", result, other), number(result, math.nan), chosen)
         else:
             result = b.select(b.compare("fcmp uno", other, other), result, chosen)
     if "xorsign" in i.modifiers:
@@ -372,41 +410,42 @@ def _extremum(b: Builder, i: Instruction, values: list[Value]) -> Value:
     return result
 
 
-def _quotient_of_large(b: Builder, quotient: Value, a: Value, divisor: Value) -> Value:
-    """``div.approx`` multiplies by a reciprocal that is 0 for divisors beyond 2^126."""
-    size = b.intrinsic("fabs", divisor)
-    large = b.compare("fcmp ogt", size, number(size, 2.0**126))
-    sign = b.op("and", b.op("xor", words(b, a), words(b, divisor)), word(a, FORMATS["f32"].sign))
-    finite = b.compare("fcmp olt", b.intrinsic("fabs", a), number(a, float("inf")))
-    none = b.select(finite, as_number(b, sign), _nan(a))
-    return b.select(large, none, quotient)
+def _quotient(b: Builder, i: Instruction, a: Value, divisor: Value) -> Value:
+    """Of ``div.approx`` and ``div.full``. The first multiplies by a reciprocal, which is 0 beyond 2^126."""
+    result = b.op("fdiv", a, divisor)
+    if "approx" in i.modifiers:
+        size = b.intrinsic("fabs", divisor)
+        large = b.compare("fcmp ogt", size, number(size, 2.0**126))
+        sign = b.op("and", b.op("xor", words(b, a), words(b, divisor)), word(a, FORMATS["f32"].sign))
+        finite = b.compare("fcmp olt", b.intrinsic("fabs", a), number(a, math.inf))
+        result = b.select(large, b.select(finite, as_number(b, sign), number(a, math.nan)), result)
+    return flush(b, result, "f32") if "ftz" in i.modifiers else result
 
 
 # Functions
 
 
-@lowers("rcp", "sqrt", "rsqrt", "sin", "cos", "ex2", "lg2", "tanh")
+@lowers("rcp", "sqrt", "rsqrt", *FUNCTIONS)
 def function(e: Lower, i: Instruction) -> None:
-    b, type_, ftz = e.b, i.types[0], "ftz" in i.modifiers
-    rounding = _rounding(e, i)
-    upper = type_ == "f64" and "approx" in i.modifiers and ftz
-    x = read_numbers(e, i.operands[1], type_, ftz=ftz and not upper)
-    if upper:
-        x = flush(b, _upper_word(b, x), type_)
-    if i.opcode == "rcp":
-        result = computed(e, "fdiv", rounding, [number(x, 1.0), x], type_, ftz and not upper)
-    elif i.opcode == "sqrt":
-        result = rounded(e, "sqrt", rounding, x)
-    elif i.opcode == "rsqrt":
-        result = b.op("fdiv", number(x, 1.0), b.intrinsic("sqrt", x))
-    else:
-        symbol, kind = f"{i.opcode}_{mangled(x.type)}", x.type
-        result = b.call(kind, e.helper(symbol, lambda inner: function_text(inner, i.opcode, symbol, kind)), x)
-    if upper:
-        result = flush(b, _upper_word(b, result), type_)
-    elif ftz:
-        result = flush(b, result, "f32")
-    write_numbers(e, i.operands[0], result, type_, ftz=ftz)
+    type_, rounding = i.types[0], _rounding(e, i)
+    approximate, ftz = "approx" in i.modifiers, "ftz" in i.modifiers
+
+    def compute(b: Builder, values: list[Value]) -> Value:
+        upper = approximate and ftz and type_ == "f64"
+        x = _upper_word(b, values[0]) if upper else values[0]
+        if i.opcode in FUNCTIONS:
+            result = FUNCTIONS[i.opcode](b, x)
+        elif i.opcode == "sqrt":
+            result = rounded(e, "sqrt", rounding, x)
+        elif i.opcode == "rsqrt":
+            result = b.op("fdiv", number(x, 1.0), b.intrinsic("sqrt", x))
+        else:
+            result = computed(e, "fdiv", rounding, [number(x, 1.0), x], type_, ftz and not approximate)
+        if ftz and approximate:
+            result = flush(b, result, "f64" if upper else "f32")
+        return _upper_word(b, result) if upper else result
+
+    _write(e, i, [type_], compute)
 
 
 def _upper_word(b: Builder, value: Value) -> Value:
@@ -476,11 +515,12 @@ def packed_setp(e: Lower, i: Instruction, type_: str) -> None:
     """``setp`` of two numbers: the first predicate is that of the lower half."""
     b = e.b
     both = _packed_compare(e, i, type_)
-    for half, target in enumerate(pair(i.operands[0])):
-        result = b.extract(both, half) if e.lanes == 1 else b.shuffle(both, range(half, 2 * e.lanes, 2))
-        if operation := _combining(i):
-            result = b.op(operation, result, e.read(i.operands[3], "pred"))
-        e.write(target, result, "pred")
+    halves = [b.extract(both, at) if e.lanes == 1 else b.shuffle(both, range(at, 2 * e.lanes, 2)) for at in (0, 1)]
+    if operation := _combining(i):
+        other = e.read(i.operands[3], "pred")
+        halves = [b.op(operation, half, other) for half in halves]
+    for target, half in zip(pair(i.operands[0]), halves, strict=True):
+        e.write(target, half, "pred")
 
 
 def packed_set(e: Lower, i: Instruction, result_type: str, type_: str) -> None:

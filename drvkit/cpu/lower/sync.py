@@ -10,9 +10,10 @@ from ..flow import callee_of
 from ..ir import Value, constant, vector
 from ..memory import ALLOCATED, WRITTEN
 from ..ptx import Immediate, Instruction, Memory, Negated, Operand, Register, Symbol, Vector
-from ..state import EXITED, BlockState, Code
-from .access import load_bytes, send, space_of, store_bytes
+from ..state import Access, BlockState, Code
+from .access import load_bytes, send, space_of, store_bytes, watch
 from .core import WARP, Lower, lowers
+from .warp import meet_at_barrier, warp_barrier
 
 # Barriers
 
@@ -22,21 +23,13 @@ def barrier(e: Lower, i: Instruction) -> None:
     """A warp counts as 32 threads, whole or not."""
     modifiers = i.modifiers
     if "warp" in modifiers:
-        from .warp import warp_barrier
-
         warp_barrier(e, i)
         return
     if modifiers[0] == "cluster":
         _cluster_barrier(e, i)
         return
     b = e.b
-    together = b.name("together")
-    apart = b.name("apart")
-    other = b.load("i32", e.other_slot, align=4)
-    b.branch(b.compare("icmp eq", other, constant("i32", EXITED)), together, apart, likely=True)
-    b.label(apart)
-    e.fault("barrier divergence", i)
-    b.label(together)
+    meet_at_barrier(e, i)
     arrive, reduce = "arrive" in modifiers, "red" in modifiers
     operands = list(i.operands[1:] if reduce else i.operands)
     predicate: Operand = operands.pop() if reduce else None
@@ -97,9 +90,14 @@ def _cluster_barrier(e: Lower, i: Instruction) -> None:
         b.store(b.op("add", phase, b.cast("zext", complete, "i32")), phase_place, align=4)
         stores = b.op("add", e.grid_field("stores"), constant("i64", 1))
         b.store(stores, e.grid_place("stores"), align=8)
+        if e.raced:
+            releases = constant("i1", int("relaxed" not in i.modifiers))
+            b.call("void", "drvkit_race_cluster_arrive", e.grid, phase, complete, releases)
     else:
         waits = b.compare("icmp eq", b.load("i32", phase_place, align=4), e.warp_field("cluster_phase"))
         e.stay(waits, i)
+        if e.raced:
+            b.call("void", "drvkit_race_cluster_leave", e.grid, e.warp_field("cluster_phase"))
 
 
 # Fences and dependent launches
@@ -110,6 +108,8 @@ def fence(e: Lower, i: Instruction) -> None:
     if "proxy" not in i.modifiers:
         e.b.line("fence seq_cst")
         send(e, i)
+        if e.raced:
+            e.b.call("void", "drvkit_race_fence", e.grid)
 
 
 @lowers("griddepcontrol")
@@ -117,7 +117,11 @@ def griddepcontrol(e: Lower, i: Instruction) -> None:
     b = e.b
     if i.modifiers[0] == "wait":
         e.stay(b.compare("icmp eq", e.grid_field("dependencies_done"), constant("i32", 0)), i)
+        if e.raced:
+            b.call("void", "drvkit_race_passed", e.grid)
         return
+    if e.raced:
+        b.call("void", "drvkit_race_trigger", e.grid, e.block, e.warp)
     fresh = b.compare("icmp eq", e.block_field("triggered"), constant("i32", 0))
     b.store(constant("i32", 1), e.block_place("triggered"), align=4)
     count = b.op("add", e.grid_field("triggered"), b.cast("zext", fresh, "i32"))
@@ -222,13 +226,16 @@ def cp(e: Lower, i: Instruction) -> None:
     e.uses_copies = True
     how = (e.mask_bits, constant("i32", nbytes), constant("i32", e.place(i)))
     e.fail_if(b.call("i32", "drvkit_copy_begin", e.grid, e.warp, *buffers, *how))
+    watch(e, buffers[0], nbytes, Access.WRITES)
 
 
 def _bulk(e: Lower, i: Instruction) -> None:
     """One run of bytes, by each running lane."""
     b, modifiers = e.b, i.modifiers
-    if modifiers[2] in ("commit_group", "wait_group"):
-        return  # it is done already
+    if modifiers[2] in ("commit_group", "wait_group"):  # it is done already
+        if e.raced and modifiers[2] == "wait_group":
+            b.call("void", "drvkit_race_bulk_wait", e.grid)
+        return
     if modifiers[2] == "prefetch":
         return
     target_space, source_space = (m.split("::")[0] for m in modifiers[2:4])
@@ -243,6 +250,8 @@ def _bulk(e: Lower, i: Instruction) -> None:
         target, source = (b.load("i64", b.at(buffer, index, "i64"), align=8) for buffer in at[:2])
         size = b.load("i32", b.at(at[2], index, "i32"), align=4)
         e.fail_if(b.call("i32", "drvkit_copy_bulk", e.grid, target, source, size, lane, place))
+        if e.raced:
+            e.fail_if(b.call("i32", "drvkit_race_bulk", e.grid, target, source, size, lane, place))
     if any(m.startswith("mbarrier") for m in modifiers):
         _mbarrier_update(
             e, i.operands[3], "shared", constant("i32", 0), b.op("sub", constant(sizes.type, 0), sizes), False
@@ -290,8 +299,13 @@ def mbarrier(e: Lower, i: Instruction) -> None:
             waited = b.cast("zext", waited, "i64")
         else:
             waited = _phase(e, e.read(i.operands[2], "b64"))
-        e.write(i.operands[0], b.compare("icmp ne", phase, waited), "pred")
+        over = b.compare("icmp ne", phase, waited)
+        e.write(i.operands[0], over, "pred")
         b.line("fence acquire")
+        if e.raced:
+            with e.active(b.op("and", b.bits(over), e.mask_bits)) as lane:
+                place = b.at(e.buffer("i64"), b.cast("zext", lane, "i64"), "i64")
+                b.call("void", "drvkit_race_object_wait", e.grid, b.load("i64", place, align=8))
     elif verb == "pending_count":
         word = e.read(i.operands[1], "b64")
         pending = b.op("and", word, constant(word.type, _FIELD))
@@ -347,4 +361,9 @@ def _mbarrier_update(
         expected = b.op("and", b.op("lshr", word, constant("i64", _EXPECTED)), constant("i64", _FIELD))
         turned = b.op("or", b.op("xor", word, constant("i64", 1 << _PHASE)), expected)
         b.store(b.select(complete, turned, word), pointer, align=8)
+        if e.raced:
+            arrives = b.compare("icmp ne", arrivals, constant("i64", 0))
+            copied = constant("i1", int(e.i.opcode == "cp"))
+            b.call("void", "drvkit_race_object_arrive", e.grid, address, arrives, copied, complete)
+    watch(e, at, 8, Access.READS | Access.WRITES | Access.STRONG | Access.APART)
     return b.load(vector("i64", WARP), olds, align=64)

@@ -55,6 +55,13 @@ def meet_aligned(e: Lower, i: Instruction) -> None:
         e.gathered = 2
 
 
+def meet_at_barrier(e: Lower, i: Instruction) -> None:
+    """See that all lanes that live are here."""
+    elsewhere = e.b.load("i32", e.other_slot, align=4)
+    suspect = e.b.compare("icmp ne", elsewhere, constant("i32", EXITED))
+    _settle(e, i, suspect, _ALL, EXITED, "barrier divergence")
+
+
 def _members(e: Lower, mask: Operand) -> Value:
     if isinstance(mask, Immediate):
         return constant("i32", mask.bits)
@@ -63,7 +70,9 @@ def _members(e: Lower, mask: Operand) -> Value:
     return e.read(mask, "b32")
 
 
-def _settle(e: Lower, i: Instruction, suspect: Value, members: Value, ended: int) -> None:
+def _settle(
+    e: Lower, i: Instruction, suspect: Value, members: Value, ended: int, kind: str = "warp divergence"
+) -> None:
     b = e.b
     with b.when(suspect, likely=False):
         pc = b.load(_LANES, e.pc_slot, align=128)
@@ -74,7 +83,7 @@ def _settle(e: Lower, i: Instruction, suspect: Value, members: Value, ended: int
         if e.current.instructions[0] is i:
             e.stay(b.compare("icmp eq", state, constant("i32", _WAITS)), i)
         with b.when(b.compare("icmp ne", state, constant("i32", _HERE)), likely=False):
-            e.fault("warp divergence", i)
+            e.fault(kind, i)
 
 
 def _members_state(b: Builder) -> str:

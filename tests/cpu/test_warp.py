@@ -1,0 +1,333 @@
+"""Lanes of a warp meet: shuffles, votes, matches, reductions, elections, and who must be there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from one_warp import Words, kernel, run
+
+from drvkit.cpu.fault import Fault, ImageError
+from drvkit.cpu.program import load
+
+LANES = np.arange(32, dtype=np.uint32)
+RANDOM = np.random.default_rng()
+HALVES = np.where(LANES < 16, 0x0000FFFF, 0xFFFF0000).astype(np.uint32)  # each half of the warp names itself
+PREDICATE = "selp.b32 {0}, 1, 0, {1};"
+
+
+def words(*rows: NDArray[np.generic] | int) -> Words:
+    return np.array([np.broadcast_to(np.asarray(row).astype(np.uint32), 32) for row in rows])
+
+
+def random_words(high: int = 1 << 32) -> Words:
+    return RANDOM.integers(0, high, 32, dtype=np.uint32)
+
+
+# Shuffles
+
+
+def shuffled(mode: str, lane: int, b: int, c: int) -> tuple[int, bool]:
+    """The source of a lane, as the ISA's pseudocode has it."""
+    bval, cval, mask = b & 31, c & 31, (c >> 8) & 31
+    max_lane = (lane & mask) | (cval & ~mask & 31)
+    min_lane = lane & mask
+    if mode == "up":
+        j = lane - bval
+        inside = j >= max_lane
+    elif mode == "down":
+        j = lane + bval
+        inside = j <= max_lane
+    elif mode == "bfly":
+        j = lane ^ bval
+        inside = j <= max_lane
+    else:
+        j = min_lane | (bval & ~mask & 31)
+        inside = j <= max_lane
+    return (j if inside else lane), inside
+
+
+def clamp(mode: str, width: int) -> int:
+    """Operand c, as __shfl_sync of a width has it."""
+    return ((32 - width) << 8) | (0 if mode == "up" else 31)
+
+
+@pytest.mark.parametrize("mode", ["up", "down", "bfly", "idx"])
+def test_shuffle_by_constants_reads_the_lane_of_the_isa(mode: str) -> None:
+    cases = [(b, clamp(mode, width)) for b, width in itertools.product((0, 1, 5, 16, 31, 33), (2, 8, 32))]
+    cases += [(3, 7), (3, 0x0F13)]  # segments that no width gives
+    body = ""
+    for number, (b, c) in enumerate(cases):
+        body += f"shfl.sync.{mode}.b32 %d{2 * number}|%p1, %a0, {b}, {c}, -1;\n"
+        body += PREDICATE.format(f"%d{2 * number + 1}", "%p1")
+    value = random_words()
+    found = run(body, words(value), 2 * len(cases))
+    for number, (b, c) in enumerate(cases):
+        expected = [shuffled(mode, lane, b, c) for lane in range(32)]
+        np.testing.assert_array_equal(found[2 * number], value[[j for j, _ in expected]])
+        np.testing.assert_array_equal(found[2 * number + 1], [inside for _, inside in expected])
+
+
+@pytest.mark.parametrize("mode", ["up", "down", "bfly", "idx"])
+def test_shuffle_by_registers_reads_the_lane_of_the_isa(mode: str) -> None:
+    value, b, c = random_words(), random_words(), random_words()
+    body = f"shfl.sync.{mode}.b32 %d0|%p1, %a0, %a1, %a2, 0xffffffff;" + PREDICATE.format("%d1", "%p1")
+    found = run(body, words(value, b, c), 2)
+    expected = [shuffled(mode, lane, int(b[lane]), int(c[lane])) for lane in range(32)]
+    np.testing.assert_array_equal(found[0], value[[j for j, _ in expected]])
+    np.testing.assert_array_equal(found[1], [inside for _, inside in expected])
+
+
+def test_shuffle_of_floats_keeps_their_bits() -> None:
+    value = random_words()
+    found = run("mov.b32 %f1, %a0; shfl.sync.bfly.b32 %f2, %f1, 8, 31, -1; mov.b32 %d0, %f2;", words(value))
+    np.testing.assert_array_equal(found[0], value[LANES ^ 8])
+
+
+def test_halves_of_a_warp_shuffle_on_their_own() -> None:
+    value = random_words()
+    found = run("shfl.sync.idx.b32 %d0, %a0, 3, 0x101f, %a1;", words(value, HALVES))
+    np.testing.assert_array_equal(found[0], value[(LANES & 16) + 3])
+
+
+def test_shuffle_under_a_guard_needs_its_members_only() -> None:
+    value = random_words()
+    body = "mov.b32 %d0, 7; setp.lt.u32 %p1, %lane, 8; @%p1 shfl.sync.idx.b32 %d0, %a0, 5, 31, 0xff;"
+    np.testing.assert_array_equal(run(body, words(value))[0], np.where(LANES < 8, value[5], 7))
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "shfl.bfly.b32 %d0, %a0, 1, 31;",
+        "vote.ballot.b32 %d0, %p1;",
+        "redux.sync.add.b32 %d0, %a0, -1;",
+        "redux.sync.add.f32 %f1, %f2, -1;",
+        "match.sync.any.b32 %d0, %a0, -1;",
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(instruction: str) -> None:
+    with pytest.raises(ImageError, match=instruction.split()[0]):
+        load(kernel(instruction, 1, 1))
+
+
+# Votes
+
+
+@pytest.mark.parametrize("members", [0xFFFFFFFF, 0x00FF0F01])
+@pytest.mark.parametrize("votes", [0, 0xFFFFFFFF, 0x00FF0F01, 0x8000_0100, 0x7FFFFFFE])
+def test_votes_count_members_that_run(members: int, votes: int) -> None:
+    body = f"""
+    setp.ne.u32 %p1, %a0, 0; shr.u32 %r1, {members}, %lane; and.b32 %r1, %r1, 1; setp.ne.u32 %p2, %r1, 0;
+    mov.b32 %d0, 9; mov.b32 %d1, 9; mov.b32 %d2, 9; mov.b32 %d3, 9; mov.b32 %d4, 9; mov.b32 %d5, 9;
+    @!%p2 bra DONE;
+    vote.sync.all.pred %p3, %p1, {members};
+    vote.sync.any.pred %p4, %p1, {members};
+    vote.sync.uni.pred %p5, %p1, {members};
+    vote.sync.ballot.b32 %d3, %p1, {members};
+    vote.sync.ballot.b32 %d4, !%p1, {members};
+    vote.sync.all.pred %p6, !%p1, {members};
+    selp.b32 %d0, 1, 0, %p3; selp.b32 %d1, 1, 0, %p4; selp.b32 %d2, 1, 0, %p5; selp.b32 %d5, 1, 0, %p6;
+    DONE:
+    """
+    found = run(body, words((votes >> LANES) & 1), 6)
+    given = votes & members
+    expected = [given == members, given != 0, given in (0, members), given, members & ~votes, given == 0]
+    takes_part = (members >> LANES) & 1 == 1
+    for row, result in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(row, np.where(takes_part, int(result), 9))
+
+
+def test_halves_of_a_warp_vote_on_their_own() -> None:
+    votes = 0xFFFF0100
+    body = "setp.ne.u32 %p1, %a0, 0; vote.sync.ballot.b32 %d0, %p1, %a1; vote.sync.all.pred %p2, %p1, %a1;"
+    found = run(body + PREDICATE.format("%d1", "%p2"), words((votes >> LANES) & 1, HALVES), 2)
+    np.testing.assert_array_equal(found[0], votes & HALVES)
+    np.testing.assert_array_equal(found[1], LANES >= 16)
+
+
+def test_lanes_that_have_ended_are_absent() -> None:
+    body = """
+    mov.b32 %d0, 0; mov.b32 %d1, 0; mov.b32 %d2, 0;
+    setp.ge.u32 %p1, %lane, 20;
+    @%p1 exit;
+    vote.sync.ballot.b32 %d0, 1, -1;
+    vote.sync.all.pred %p2, 1, -1;
+    selp.b32 %d1, 1, 0, %p2;
+    redux.sync.add.u32 %d2, 1, -1;
+    """
+    found = run(body, results=3)
+    np.testing.assert_array_equal(found[0, :20], (1 << 20) - 1)
+    np.testing.assert_array_equal(found[1, :20], 1)
+    np.testing.assert_array_equal(found[2, :20], 20)
+
+
+def test_lanes_that_a_block_does_not_have_are_absent() -> None:
+    found = run("vote.sync.ballot.b32 %d0, 1, -1; activemask.b32 %d1;", results=2, threads=12)
+    np.testing.assert_array_equal(found, (1 << 12) - 1)
+
+
+def test_activemask_is_who_runs_here() -> None:
+    body = """
+    mov.b32 %d0, 0; activemask.b32 %d0;
+    setp.lt.u32 %p1, %lane, 5; mov.b32 %d1, 77; @%p1 activemask.b32 %d1;
+    setp.gt.u32 %p2, %lane, 9; @%p2 bra OTHER;
+    activemask.b32 %d2; bra DONE; OTHER: activemask.b32 %d2; DONE:
+    """
+    found = run(body, results=3)
+    np.testing.assert_array_equal(found[0], 0xFFFFFFFF)
+    np.testing.assert_array_equal(found[1], np.where(LANES < 5, 31, 77))
+    np.testing.assert_array_equal(found[2], np.where(LANES > 9, 0xFFFFFC00, 0x3FF))
+
+
+# Matches
+
+
+@pytest.mark.parametrize("members", ["everybody", "halves"])
+@pytest.mark.parametrize("bits", [32, 64])
+def test_match_any_names_the_lanes_with_the_same_value(bits: int, members: str) -> None:
+    mask = HALVES if members == "halves" else np.full(32, 0xFFFFFFFF, np.uint32)
+    low, high = random_words(4), random_words(2)
+    body = "mov.b64 %w1, {%a0, %a1}; match.any.sync.b64 %d0, %w1, %a2;"
+    if bits == 32:
+        body, high = "match.any.sync.b32 %d0, %a0, %a2;", np.zeros(32, np.uint32)
+    found = run(body, words(low, high, mask))
+    same = (low[:, None] == low) & (high[:, None] == high)
+    expected = (same << LANES.astype(np.uint64)).sum(axis=1).astype(np.uint32) & mask
+    np.testing.assert_array_equal(found[0], expected)
+
+
+def test_match_all_holds_where_all_members_agree() -> None:
+    value = np.where(LANES < 16, LANES == 3, 5)
+    body = "match.all.sync.b32 %d0|%p1, %a0, %a1; selp.b32 %d1, 1, 0, %p1; match.all.sync.b32 %d2, %a0, -1;"
+    found = run(body, words(value, HALVES), 3)
+    np.testing.assert_array_equal(found[0], np.where(LANES < 16, 0, 0xFFFF0000))
+    np.testing.assert_array_equal(found[1], LANES >= 16)
+    np.testing.assert_array_equal(found[2], 0)
+    np.testing.assert_array_equal(run(body, words(7, HALVES), 3)[2], 0xFFFFFFFF)
+
+
+# Reductions
+
+REDUCTIONS: dict[str, Callable[[Words], np.uint32]] = {
+    "add.u32": lambda x: x.sum(dtype=np.uint32),
+    "add.s32": lambda x: x.sum(dtype=np.uint32),
+    "min.u32": lambda x: x.min(),
+    "max.u32": lambda x: x.max(),
+    "min.s32": lambda x: x.view(np.int32).min().view(np.uint32),
+    "max.s32": lambda x: x.view(np.int32).max().view(np.uint32),
+    "and.b32": np.bitwise_and.reduce,
+    "or.b32": np.bitwise_or.reduce,
+    "xor.b32": np.bitwise_xor.reduce,
+}
+
+
+@pytest.mark.parametrize("operation", REDUCTIONS)
+def test_redux_reduces_over_the_members(operation: str) -> None:
+    value = random_words()
+    value[3] |= 0xFFFF0000  # so that neither "and" nor "or" is trivial
+    body = f"redux.sync.{operation} %d0, %a0, -1; redux.sync.{operation} %d1, %a0, %a1;"
+    found = run(body, words(value | 0x1000, HALVES), 2)
+    reduce = REDUCTIONS[operation]
+    given = value | np.uint32(0x1000)
+    np.testing.assert_array_equal(found[0], reduce(given))
+    np.testing.assert_array_equal(found[1], np.where(LANES < 16, reduce(given[:16]), reduce(given[16:])))
+
+
+NAN = 0x7FFFFFFF
+
+
+@pytest.mark.parametrize(
+    ("modifiers", "given", "expected"),
+    [
+        ("min", [1.5, -2.0, np.nan, 3.0], -2.0),
+        ("max", [1.5, -2.0, np.nan, 3.0], 3.0),
+        ("min.NaN", [1.5, -2.0, np.nan, 3.0], NAN),
+        ("max.NaN", [1.5, -2.0, 2.0, 3.0], 3.0),
+        ("max.abs", [1.5, -8.0, np.nan, 3.0], 8.0),
+        ("min.abs.NaN", [1.5, -8.0, 0.25, 3.0], 0.25),
+        ("min", [0.0, -0.0, 0.0, 1.0], -0.0),
+        ("max", [-0.0, 0.0, -0.0, -1.0], 0.0),
+        ("max", [-np.inf, -1e-45, -1.0, -np.inf], -1e-45),
+        ("min", [np.nan] * 4, NAN),
+        ("max", [-np.nan] * 4, NAN),
+    ],
+)
+@pytest.mark.parametrize("mask", ["-1", "%a1"])
+def test_redux_of_floats(modifiers: str, given: list[float], expected: float, mask: str) -> None:
+    values = np.tile(np.array(given, np.float32), 8).view(np.uint32)
+    body = f"mov.b32 %f1, %a0; redux.sync.{modifiers}.f32 %f2, %f1, {mask}; mov.b32 %d0, %f2;"
+    bits = expected if isinstance(expected, int) else np.float32(expected).view(np.uint32)
+    np.testing.assert_array_equal(run(body, words(values, HALVES))[0], bits)
+
+
+# Elections
+
+
+def test_elect_chooses_one_lane_of_each_group() -> None:
+    body = "elect.sync %d0|%p1, %a0; selp.b32 %d1, 1, 0, %p1; elect.sync _|%p2, -1; selp.b32 %d2, 1, 0, %p2;"
+    found = run(body, words(HALVES), 3)
+    np.testing.assert_array_equal(found[0], np.where(LANES < 16, 0, 16))
+    np.testing.assert_array_equal(found[1], LANES % 16 == 0)
+    np.testing.assert_array_equal(found[2], LANES == 0)
+
+
+# Who must be there
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "shfl.sync.bfly.b32 %d0, %lane, 1, 31, -1;",
+        "vote.sync.ballot.b32 %d0, 1, 0xffff;",
+        "vote.sync.ballot.b32 %d0, 1, %r1;",
+        "bar.warp.sync 0xffffffff;",
+        "redux.sync.add.u32 %d0, %lane, -1;",
+        "movmatrix.sync.aligned.m8n8.trans.b16 %d0, %lane;",
+    ],
+)
+def test_a_member_that_is_elsewhere_is_a_fault(instruction: str) -> None:
+    body = f"""
+    mov.b32 %d0, 0; mov.b32 %d1, 0; or.b32 %r1, %lane, -1;
+    setp.lt.u32 %p1, %lane, 8;
+    @%p1 bra SOME;
+    add.u32 %d1, %d1, 2; bra DONE;
+    SOME: {instruction}
+    DONE:
+    """
+    with pytest.raises(Fault, match=f"{instruction.split()[0]}.*elsewhere"):
+        run(body, results=2)
+
+
+def test_a_lane_outside_of_its_own_mask_is_a_fault() -> None:
+    with pytest.raises(Fault, match=r"shfl.sync.bfly.b32.*elsewhere"):
+        run("shfl.sync.bfly.b32 %d0, %lane, 1, 31, 0xfffffffd;")
+
+
+def test_an_aligned_instruction_needs_lanes_that_have_ended_too() -> None:
+    body = "setp.eq.u32 %p1, %lane, 31; @%p1 exit; movmatrix.sync.aligned.m8n8.trans.b16 %d0, %lane;"
+    with pytest.raises(Fault, match=r"movmatrix.*elsewhere"):
+        run(body)
+
+
+def test_members_wait_for_a_lane_that_polls() -> None:
+    body = """
+    mov.u64 %w1, tile; cvta.shared.u64 %w1, %w1;
+    mov.b32 %r1, 0;
+    st.shared.u32 [tile], %r1;
+    bar.warp.sync -1;
+    setp.ne.u32 %p1, %lane, 0;
+    @%p1 bra OTHERS;
+    POLL: ld.volatile.shared.u32 %r2, [tile]; setp.eq.u32 %p2, %r2, 0; @%p2 bra POLL;
+    bra MEET;
+    OTHERS: setp.ne.u32 %p3, %lane, 1; @%p3 bra MEET;
+    mov.b32 %r3, 5; st.volatile.shared.u32 [tile], %r3;
+    MEET: add.u32 %r4, %lane, 100;
+    shfl.sync.idx.b32 %d0, %r4, 0, 31, -1;
+    vote.sync.ballot.b32 %d1, 1, -1;
+    """
+    found = run(body, results=2)
+    np.testing.assert_array_equal(found, [[100] * 32, [0xFFFFFFFF] * 32])
