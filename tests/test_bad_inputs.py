@@ -392,7 +392,8 @@ ATTRIBUTES = [
         "choice",
         lambda w: w.launch(cluster_scheduling="random"),
         ValueError,
-        "cluster_scheduling: wanted one of default, spread, load_balancing, got 'random'",
+        "cluster_scheduling: wanted one of default, spread, load_balancing",
+        "got 'random'",
     ),
     bad(
         "percentage",
