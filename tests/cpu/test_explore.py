@@ -64,6 +64,15 @@ def test_the_corrected_twin_is_clean(script: str, arguments: tuple[str, ...]) ->
     assert "30 schedules, none failed" in done.stdout
 
 
+def test_a_missing_edge_is_found_by_check() -> None:
+    path = str(HERE / "explored" / "edge.py")
+    good, bad = drvkit("check", path), drvkit("check", path, "forgotten")
+    assert (good.returncode, good.stderr) == (0, "drvkit check: no finding\n"), good.stderr
+    assert bad.returncode == 1
+    for words in ("race: node 'triple' of graph 'forward'", "node 'double' of graph 'forward'", "made at edge.py:"):
+        assert words in bad.stderr
+
+
 def test_a_seed_decides_every_choice() -> None:
     kinds = [2, 5, 3, 2, 7, 1] * 200
     one, same, other = (list(map(Schedule(seed), kinds)) for seed in (1, 1, 2))
@@ -72,8 +81,8 @@ def test_a_seed_decides_every_choice() -> None:
 
 
 def test_a_schedule_starves_and_is_fair_in_the_end() -> None:
-    choices = [Schedule(3)] * 1
-    picked = [choices[0](2) for _ in range(20000)]
+    schedule = Schedule(3)
+    picked = [schedule(2) for _ in range(20000)]
     longest = max(map(len, "".join(map(str, picked)).replace("01", "0 1").replace("10", "1 0").split()))
     assert longest > 100
     assert 0.1 < sum(picked) / len(picked) < 0.9
