@@ -31,6 +31,7 @@ Outcome = Literal["done", "running", "stalled", "parked"]
 START, TRIGGER, END = 1, 2, 4  # every block has begun; has let dependent launches begin; all is done
 
 SLICE_S = 100e-6  # how long a slice should take: fuel is given accordingly
+MOST_FUEL = 1 << 30
 BUDGET_S = 200e-6  # of slices, before other threads that want the machine have their turn
 HAND_OVER_S = 20e-6  # a lock that is released and taken again at once never reaches another thread
 AWAY_S = 1e-3  # a host thread that stays away so long leaves the work to the machine's thread
@@ -544,7 +545,7 @@ class Machine:
         taken = time.perf_counter() - begin
         if taken > SLICE_S and work._fuel > 1:
             work._fuel >>= 1
-        elif taken < SLICE_S / 4:
+        elif taken < SLICE_S / 4 and work._fuel < MOST_FUEL:
             work._fuel <<= 1
         return outcome
 

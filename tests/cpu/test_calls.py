@@ -268,7 +268,10 @@ def test_a_fault_is_told_by_every_later_call_until_the_reset(place: Place, neigh
     assert place.read() == [8]
 
 
-def test_a_kernel_that_waits_for_nobody_is_a_deadlock_that_is_told(place: Place) -> None:
+def test_a_kernel_that_waits_for_nobody_is_a_deadlock_that_is_told(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "shared", False)  # tests before may have shared memory with other processes
     place.launch("wait_for", int(place.memory), 1)
     begin = time.perf_counter()
     assert code(cpu.cuStreamSynchronize(place.stream)) == "LAUNCH_TIMEOUT"
@@ -277,6 +280,17 @@ def test_a_kernel_that_waits_for_nobody_is_a_deadlock_that_is_told(place: Place)
     assert report is not None
     assert "deadlock" in report
     assert "kernel wait_for" in report
+
+
+def test_a_deadlock_is_told_also_where_another_process_might_end_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "shared", True)
+    monkeypatch.setattr(machine, "patience_s", 0.5)
+    place.launch("wait_for", int(place.memory), 1)
+    begin = time.perf_counter()
+    assert code(cpu.cuStreamSynchronize(place.stream)) == "LAUNCH_TIMEOUT"
+    assert 0.5 <= time.perf_counter() - begin < 10
 
 
 def test_a_kernel_that_waits_for_another_stream_or_device_is_none(place: Place, neighbour: Place) -> None:
