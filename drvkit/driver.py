@@ -12,6 +12,7 @@ names the call, the code and its meaning.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -123,6 +124,22 @@ class Driver(_Door):
         self._raw: dict[tuple[str, int], Callable[..., int]] = {}
         self._raw_lock = threading.RLock()
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "cuMulticastCreate":
+            raise DriverError(name, "NOT_ENABLED", "multicast objects are made by create_multicast alone")
+        return super().__getattr__(name)
+
+    def create_multicast(self, properties: Any, *, enable: bool = False) -> Any:
+        """``cuMulticastCreate``. On a host that others use too it can take GPUs out of their service.
+
+        So it is opted in to twice, by ``enable=True`` and by ``DRVKIT_ENABLE_MULTICAST=1`` in the environment;
+        else, or where the environment forbids it to other libraries, it is a `DriverError` (``NOT_ENABLED``).
+        """
+        why = multicast_refusal() if enable else "it wants enable=True"
+        if why:
+            raise DriverError("cuMulticastCreate", "NOT_ENABLED", why)
+        return self._checked("cuMulticastCreate", self.api.cuMulticastCreate)(properties)
+
     def error(self, call: str, code: Any) -> DriverError:
         """The `DriverError` for a result code, given as the enum or as the number that a raw function returned."""
         try:
@@ -159,6 +176,14 @@ class Driver(_Door):
         if code or not address:
             raise DriverError(name, "NO_FUNCTION", f"this {self.needs} does not have it ({status or code})")
         return native(name, int(address), parameters)
+
+
+def multicast_refusal() -> str | None:
+    """Why the environment does not allow multicast objects; None if it does."""
+    for name, value in (("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")):
+        if os.environ.get(name) == value:
+            return f"{name}={value} forbids multicast objects"
+    return None if os.environ.get("DRVKIT_ENABLE_MULTICAST") == "1" else "it wants DRVKIT_ENABLE_MULTICAST=1"
 
 
 class Nvrtc(_Door):

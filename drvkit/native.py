@@ -18,11 +18,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-__all__ = ["how", "native"]
+__all__ = ["how", "lock", "native"]
 
 METH_FASTCALL = 0x80
 
-_lock = threading.RLock()  # around making the compiler and compiling, in which finalizers of anybody may run
+lock = threading.RLock()  # around all use of LLVM and its one context; finalizers of anybody may run meanwhile
 _forever: list[Any] = []  # code and definitions: the functions do not hold them
 
 
@@ -31,7 +31,7 @@ def native(name: str, address: int, parameters: int) -> Callable[..., int]:
 
     It takes integers in [0, 2^64) and gives the result. The GIL is released meanwhile.
     """
-    with _lock:
+    with lock:
         compiler = _compiler()
         if compiler is not None:
             return compiler.built_in(name, address, parameters)
@@ -40,7 +40,7 @@ def native(name: str, address: int, parameters: int) -> Callable[..., int]:
 
 def how() -> str:
     """What `native` gives here: ``"compiled"`` or ``"ctypes"``."""
-    with _lock:
+    with lock:
         return "ctypes" if _compiler() is None else "compiled"
 
 

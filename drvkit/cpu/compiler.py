@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..build import DEFAULT_CACHE
+from ..native import lock
 
 __all__ = ["digest", "link", "machine_code", "runtime"]
 
-_lock = threading.RLock()  # LLVM's global context
+LEVEL = 2  # of optimization
 
 
 class _Host:
@@ -30,8 +30,8 @@ class _Host:
         self.target = llvm.Target.from_default_triple()
         self.engines: list[Any] = []  # code that was linked stays
 
-    def machine(self, level: int) -> Any:
-        return self.target.create_target_machine(cpu=self.cpu, features=self.features, opt=level, jit=True)
+    def machine(self) -> Any:
+        return self.target.create_target_machine(cpu=self.cpu, features=self.features, opt=LEVEL, jit=True)
 
 
 @cache
@@ -46,7 +46,7 @@ def _engine_digest() -> bytes:
     total = hashlib.sha256()
     for path in sorted([*here.glob("*.py"), *here.glob("lower/*.py")]):
         total.update(path.name.encode() + path.read_bytes())
-    with _lock:
+    with lock:
         host = _host()
     total.update(repr((host.llvm.llvm_version_info, host.target.triple, host.cpu, host.features)).encode())
     return total.digest()
@@ -60,26 +60,25 @@ def digest(*parts: str) -> str:
     return "cpu-" + total.hexdigest()
 
 
-def machine_code(ir: str, level: int = 2) -> bytes:
+def machine_code(ir: str) -> bytes:
     """An object file."""
-    with _lock:
+    with lock:
         host = _host()
         module = host.llvm.parse_assembly(ir)
-        machine = host.machine(level)
-        if level:
-            options = host.llvm.create_pipeline_tuning_options(speed_level=level)
-            options.loop_vectorization = options.slp_vectorization = False  # the code is made of vectors already
-            passes = host.llvm.create_pass_builder(machine, options)
-            passes.getModulePassManager().run(module, passes)
+        machine = host.machine()
+        options = host.llvm.create_pipeline_tuning_options(speed_level=LEVEL)
+        options.loop_vectorization = options.slp_vectorization = False  # the code is made of vectors already
+        passes = host.llvm.create_pass_builder(machine, options)
+        passes.getModulePassManager().run(module, passes)
         code: bytes = machine.emit_object(module)
         return code
 
 
 def link(code: bytes, *names: str) -> list[int]:
     """Load an object file; the addresses of some of its functions."""
-    with _lock:
+    with lock:
         host = _host()
-        engine = host.llvm.create_mcjit_compiler(host.llvm.parse_assembly(""), host.machine(0))
+        engine = host.llvm.create_mcjit_compiler(host.llvm.parse_assembly(""), host.machine())
         engine.add_object_file(host.llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
         host.engines.append(engine)
@@ -110,7 +109,7 @@ def runtime() -> Runtime:
     """The runtime, which kernels can call from now on."""
     from .runtime import runtime_ir
 
-    with _lock:
+    with lock:
         ir, names = runtime_ir()
         key = digest("runtime", ir)
         entry = DEFAULT_CACHE.load(key)

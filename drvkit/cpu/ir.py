@@ -78,7 +78,6 @@ class Builder:
         self.lines: list[str] = []
         self.allocas: list[str] = []  # belong into the entry block
         self.declared: dict[str, str] = {}  # external functions: name -> declaration
-        self.block = ""  # the label of the block that is being written
         self._count = 0
 
     # Names and lines
@@ -92,7 +91,6 @@ class Builder:
 
     def label(self, name: str) -> None:
         self.lines.append(f"{name}:")
-        self.block = name
 
     def value(self, type_: str, text: str) -> Value:
         """The result of an instruction."""

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Function", "Program", "load"]
 
 MAX_THREADS = 1024
-MAX_SHARED_BYTES = 232448  # of a block that asks for it, as an H200 has
 DEFAULT_SHARED_BYTES = 48 * 1024
+SYMBOL = "kernel"  # of the code: each has an object file of its own
 
 
 @dataclass
@@ -40,7 +40,6 @@ class Place:
 class Compiled:
     """What is known of a kernel without its code."""
 
-    symbol: str
     parameters: list[tuple[int, int]]
     params_bytes: int
     shared_bytes: int
@@ -124,7 +123,6 @@ class Function:
 
     def __init__(self, program: Program, ptx: PtxFunction) -> None:
         self.program, self.name = program, ptx.name
-        self.max_dynamic_shared = DEFAULT_SHARED_BYTES
         directives = ptx.directives
         threads = directives.get("reqntid") or directives.get("maxntid")
         self.max_threads = MAX_THREADS
@@ -166,7 +164,7 @@ class Function:
             assert self._ir is not None
             self._code = compiler.machine_code(self._ir)
             DEFAULT_CACHE.store(self._key, vars(self.compiled), self._code)
-        (address,) = compiler.link(self._code, self.compiled.symbol)
+        (address,) = compiler.link(self._code, SYMBOL)
         return address
 
     def place(self, number: int) -> Place:
@@ -213,13 +211,11 @@ def _product(numbers: tuple[int, ...]) -> int:
 
 def _lower(module: Module, ptx: PtxFunction, mode: str) -> tuple[Compiled, str]:
     flow = Flow(module, ptx, interruptible=mode == "explored")
-    symbol = "kernel"
-    lower = Lower(flow, module.variables, symbol, mode=mode)
+    lower = Lower(flow, module.variables, SYMBOL, mode=mode)
     ir = lower.text()
     parameters = [(lower.parameters[parameter.name], parameter.nbytes) for parameter in ptx.parameters]
     live = [sum(max(SIZES[register.type], 1) for register in each.live_in) for each in flow.blocks]
     compiled = Compiled(
-        symbol=symbol,
         parameters=parameters,
         params_bytes=lower.params_bytes,
         shared_bytes=lower.shared_bytes,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from drvkit.cpu import driver as cpu
 from drvkit.cpu.memory import memory
 from drvkit.cpu.storage import GRANULARITY, addresses
-from drvkit.driver import open_driver
+from drvkit.driver import Driver, DriverError, open_driver
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 driver = open_driver("cpu")
@@ -285,13 +286,55 @@ def team(devices: int, nbytes: int = 4 * MiB) -> Any:
     wanted.numDevices, wanted.size = devices, nbytes
     wanted.handleTypes = int(FD)
     assert driver.cuMulticastGetGranularity(wanted, cpu.CUmulticastGranularity_flags(0)) == GRANULARITY
-    return driver.cuMulticastCreate(wanted)
+    return driver.create_multicast(wanted, enable=True)
+
+
+@pytest.fixture
+def _multicast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is allowed: this is the CPU device."""
+    for name in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DRVKIT_ENABLE_MULTICAST", "1")
+
+
+def test_multicast_is_opted_in_to_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    api: Any = ModuleType("bindings")  # not the driver: nothing is created here
+
+    def create(properties: Any) -> Any:
+        made.append(properties)
+        return cpu.CUresult(0), "handle"
+
+    api.cuMulticastCreate = create
+    door = Driver("cuda", api)
+    for name in ("DRVKIT_ENABLE_MULTICAST", "NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST"):
+        monkeypatch.delenv(name, raising=False)
+
+    def refused(said: str, **how: bool) -> None:
+        with pytest.raises(DriverError, match=f"cuMulticastCreate: NOT_ENABLED: .*{said}"):
+            door.create_multicast("wanted", **how)
+
+    with pytest.raises(DriverError, match="by create_multicast alone"):
+        _ = door.cuMulticastCreate
+    refused("enable=True")
+    refused("DRVKIT_ENABLE_MULTICAST=1", enable=True)
+    assert code(cpu.cuMulticastCreate(cpu.CUmulticastObjectProp())) == "NOT_PERMITTED"
+    monkeypatch.setenv("DRVKIT_ENABLE_MULTICAST", "1")
+    refused("enable=True")
+    for name, value in (("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")):
+        with monkeypatch.context() as forbidden:
+            forbidden.setenv(name, value)
+            refused(f"{name}={value} forbids", enable=True)
+    assert made == []
+    assert door.create_multicast("wanted", enable=True) == "handle"
+    assert made == ["wanted"]
 
 
 def words(address: int, count: int) -> list[int]:
     return list((ctypes.c_uint32 * count).from_address(address))
 
 
+@pytest.mark.usefixtures("_multicast")
 def test_an_address_of_a_multicast_object_stands_for_the_memory_of_all() -> None:
     handle = team(3)
     for device in range(3):
@@ -319,6 +362,7 @@ def test_an_address_of_a_multicast_object_stands_for_the_memory_of_all() -> None
         driver.cuMemRelease(part)
 
 
+@pytest.mark.usefixtures("_multicast")
 def test_a_team_takes_its_devices_once_and_no_others() -> None:
     handle, part = team(2), driver.cuMemCreate(2 * MiB, properties(2), 0)
     driver.cuMulticastAddDevice(handle, 0)
@@ -336,6 +380,7 @@ def test_a_team_takes_its_devices_once_and_no_others() -> None:
     driver.cuMemRelease(handle)
 
 
+@pytest.mark.usefixtures("_multicast")
 def test_processes_bind_their_memory_to_one_multicast_object() -> None:
     handle = team(2, 2 * MiB)
     driver.cuMulticastAddDevice(handle, 0)
@@ -396,6 +441,7 @@ sys.stdin.readline()
 # ---- pools ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("_multicast")
 def test_what_a_pool_counts() -> None:
     wanted = cpu.CUmemPoolProps()
     wanted.allocType = cpu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -423,6 +469,7 @@ def test_what_a_pool_counts() -> None:
     assert code(cpu.cuMemPoolDestroy(default)) == "INVALID_VALUE"
 
 
+@pytest.mark.usefixtures("_multicast")
 def test_a_late_access_to_freed_memory_of_a_pool_is_a_fault() -> None:
     stream = driver.cuStreamCreate(1)
     address = driver.cuMemAllocAsync(64, stream)
@@ -438,6 +485,7 @@ def test_a_late_access_to_freed_memory_of_a_pool_is_a_fault() -> None:
 # ---- peers ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("_multicast")
 def test_devices_reach_each_other() -> None:
     assert driver.cuDeviceCanAccessPeer(0, 1) == 1
     assert driver.cuDeviceCanAccessPeer(0, 0) == 0

@@ -7,6 +7,7 @@ import functools
 import os
 from typing import Any
 
+from ...driver import multicast_refusal
 from ..handles import RefusedError, handles
 from ..machine import machine
 from ..memory import memory
@@ -329,6 +330,8 @@ def cuMulticastGetGranularity(properties: Any, option: Any) -> int:
 
 @call(1)
 def cuMulticastCreate(properties: Any) -> Any:
+    if multicast_refusal():  # harmless here, but what runs here is meant for a GPU
+        raise RefusedError("NOT_PERMITTED")
     nbytes, devices = int(properties.size), int(properties.numDevices)
     if not nbytes or nbytes % GRANULARITY or not 0 < devices <= 64 or int(properties.flags):
         raise RefusedError("INVALID_VALUE")

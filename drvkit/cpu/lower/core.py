@@ -191,7 +191,6 @@ class Lower:
             self.i = i
             self._lower(i)
         self.lanes = WARP
-        self.in_entry = True
         for name in ("%tid.x", "%tid.y", "%tid.z"):
             self.special(name)
         if self.local_bytes:
@@ -202,7 +201,6 @@ class Lower:
                 b.splat(b.cast("zext", self.grid_field("local_bytes"), "i64"), WARP),
             )
             self.local_base = b.op("add", base, steps)
-        self.in_entry = False
         b.jump("dispatch")
         b.label("dispatch")
         pc = b.load(f"<{WARP} x i32>", self.pc_slot, align=128)
