@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import drvkit as dk
 from drvkit.cpu.explore import Outcome as Result
 from drvkit.cpu.explore import Schedule, summary
+from drvkit.cpu.memory import memory
+from drvkit.cpu.program import load
 
 HERE = Path(__file__).resolve().parent
 HOME = HERE.parents[1]
@@ -106,3 +111,33 @@ def test_a_wrong_command_line(arguments: tuple[str, ...], said: str) -> None:
     done = drvkit(*arguments)
     assert done.returncode == 2
     assert said in done.stderr
+
+
+FENCED = """
+__global__ void fenced(int* x, int scope) {
+  x[0] = 1;
+  if (scope == 0) __threadfence_block();
+  else if (scope == 1) __threadfence();
+  else if (scope == 2) __threadfence_system();
+  *(volatile int*)(x + 1) = 1;
+  *(volatile int*)(x + 2) = x[0];
+}"""
+
+
+@pytest.mark.parametrize(("scope", "seen"), [(0, False), (1, False), (2, True), (3, False)])
+def test_a_store_is_seen_by_all_when_a_fence_of_the_system_sends_it(scope: int, seen: bool) -> None:
+    """Nothing else sends stores here before the kernel ends; its own block sees them at once."""
+    image = dk.build(dk.Source.from_text(FENCED), arch="compute_90")
+    program = load(image.data, mode="explored")
+    x = memory.allocate(12, "device")
+    memory.write(x.address, bytes(12))
+    (function,) = program.functions.values()
+    grid = function.grid((1, 1, 1), (1, 1, 1), struct.pack("<Qi4x", x.address, scope))
+    states = []
+    while grid.step(lambda n: n - 1) != "done":  # of all choices the last: no store goes on its way
+        states.append(struct.unpack("<3i", ctypes.string_at(x.address, 12)))
+    assert ((1, 0, 0) in states) is seen
+    assert all(state[1:] == (0, 0) for state in states), "stores behind the fence stay with the block"
+    assert struct.unpack("<3i", ctypes.string_at(x.address, 12)) == (1, 1, 1)
+    memory.free(x.address)
+    program.unload()
