@@ -175,15 +175,20 @@ def _linear(target: tuple[int, int], source: tuple[int, int], nbytes: int, devic
     return Copy(device, _line(*target, nbytes), _line(*source, nbytes), nbytes)
 
 
+def _end(params: Any, side: str) -> tuple[int, int]:
+    """The kind of memory and the address of the "src" or the "dst" of a 2-D or 3-D copy."""
+    try:
+        memory_type = int(getattr(params, f"{side}MemoryType"))
+    except ValueError:
+        raise RefusedError("INVALID_VALUE") from None
+    return memory_type, int(getattr(params, f"{side}Host" if memory_type == _HOST else f"{side}Device"))
+
+
 def copy_of(params: Any, device: int) -> Copy:
     """A ``CUDA_MEMCPY3D``."""
     sides = {}
     for side in ("dst", "src"):
-        try:
-            memory_type = int(getattr(params, f"{side}MemoryType"))
-        except ValueError:
-            raise RefusedError("INVALID_VALUE") from None
-        address = int(getattr(params, f"{side}Host" if memory_type == _HOST else f"{side}Device"))
+        memory_type, address = _end(params, side)
         place = (int(getattr(params, f"{side}{name}")) for name in ("Pitch", "Height", "XInBytes", "Y", "Z"))
         sides[side] = Side(memory_type, address, *place)
     return Copy(device, sides["dst"], sides["src"], params.WidthInBytes, params.Height, params.Depth)
@@ -234,11 +239,7 @@ def _copy_2d(params: Any, device: int) -> Copy:
     """A ``CUDA_MEMCPY2D``."""
     sides = {}
     for side in ("dst", "src"):
-        try:
-            memory_type = int(getattr(params, f"{side}MemoryType"))
-        except ValueError:
-            raise RefusedError("INVALID_VALUE") from None
-        address = int(getattr(params, f"{side}Host" if memory_type == _HOST else f"{side}Device"))
+        memory_type, address = _end(params, side)
         pitch, x, y = (int(getattr(params, f"{side}{name}")) for name in ("Pitch", "XInBytes", "Y"))
         sides[side] = Side(memory_type, address, pitch or int(params.WidthInBytes), params.Height + y, x, y)
     return Copy(device, sides["dst"], sides["src"], params.WidthInBytes, params.Height)
