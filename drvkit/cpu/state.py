@@ -24,7 +24,7 @@ __all__ = [
     "WarpStatus",
 ]
 
-EXITED = 0x7FFFFFFF  # the pc of a lane that has ended
+EXITED = 0x7FFFFFFF  # the pc of a lane that has ended; of a warp whose lanes stand apart
 SHARED_STRIDE = 1 << 18  # between the windows of a cluster's blocks
 
 
@@ -171,7 +171,7 @@ class WarpState(Structure):
         ("groups_committed", c_uint32),
         ("host_call", c_uint32),
         ("host_mask", c_uint32),
-        ("reserved", c_uint32),
+        ("together", c_uint32),  # the block at which all lanes that live stand, with no more saved than it needs
         ("host_args", c_uint64 * 4),
     ]
 

@@ -155,9 +155,12 @@ class Lower:
             self.register_offsets[register] = offset
             offset += size
         self.warp_bytes = -(-offset // 64) * 64
+        self.starts = {0}  # blocks at which a warp may stop with all its lanes
         self._entry()
+        self._dispatch()
         for number, block in enumerate(flow.blocks):
             self._block(number, block)
+        self._start()
         b.label("fault")
         b.line(f"ret i32 {Code.FAULT}")
         body = b.function(f"i32 @{self.symbol}(ptr noalias %warp, ptr noalias %block, ptr noalias %grid)")
@@ -173,13 +176,6 @@ class Lower:
         self.fuel_slot = b.alloca("i64", 8)
         b.store(b.load(f"<{WARP} x i32>", self.warp, align=64), self.pc_slot, align=128)
         b.store(self.grid_field("fuel"), self.fuel_slot, align=8)
-        for register, slot in self.slots.items():
-            place = b.at(self.warp, self.register_offsets[register])
-            if register.type == "pred":
-                loaded = b.lanes(b.load("i32", place, align=4))
-            else:
-                loaded = b.load(vector(self.kind(register), WARP), place, align=min(64, SIZES[register.type] * WARP))
-            b.store(loaded, slot, align=64)
         self.lane_id = Value(f"<{', '.join(f'i32 {lane}' for lane in range(WARP))}>", f"<{WARP} x i32>")
         self.shared_base = self.block_field("shared_base")
         self.shared_offset = self.block_field("shared_offset")
@@ -201,7 +197,11 @@ class Lower:
                 b.splat(b.cast("zext", self.grid_field("local_bytes"), "i64"), WARP),
             )
             self.local_base = b.op("add", base, steps)
-        b.jump("dispatch")
+        b.jump("start")
+
+    def _dispatch(self) -> None:
+        """Which block runs next, where the lanes may stand apart."""
+        b = self.b
         b.label("dispatch")
         pc = b.load(f"<{WARP} x i32>", self.pc_slot, align=128)
         polled = self.warp_field("polled")  # those who polled last come after all others
@@ -222,6 +222,46 @@ class Lower:
         b.line(f"switch {chosen}, label %done [{cases}]")
         b.label("done")
         b.line(f"ret i32 {Code.DONE}")
+
+    def _start(self) -> None:
+        """Where the warp goes on: with the registers that its block needs, or, if lanes stand apart, with all."""
+        b = self.b
+        cases = " ".join(f"i32 {number}, label %start{number}" for number in sorted(self.starts))
+        b.label("start")
+        b.line(f"switch {self.warp_field('together')}, label %apart [{cases}]")
+        b.label("apart")
+        self._restore(self.crossing)
+        b.jump("dispatch")
+        for number in sorted(self.starts):
+            b.label(f"start{number}")
+            self._restore(self._needed(number))
+            pc = b.load(f"<{WARP} x i32>", self.pc_slot, align=128)
+            b.store(b.compare("icmp eq", pc, self.pcs(number)), self.mask_slot, align=4)
+            b.store(constant("i32", EXITED), self.other_slot, align=4)
+            b.jump(f"B{number}")
+
+    def _needed(self, number: int) -> list[Register]:
+        return [register for register in self.crossing if register in self.flow.blocks[number].live_in]
+
+    def _restore(self, registers: Sequence[Register]) -> None:
+        b = self.b
+        for register in registers:
+            place = b.at(self.warp, self.register_offsets[register])
+            if register.type == "pred":
+                loaded = b.lanes(b.load("i32", place, align=4))
+            else:
+                loaded = b.load(vector(self.kind(register), WARP), place, align=min(64, SIZES[register.type] * WARP))
+            b.store(loaded, self.slots[register], align=64)
+
+    def _save(self, registers: Sequence[Register]) -> None:
+        b = self.b
+        for register in registers:
+            place = b.at(self.warp, self.register_offsets[register])
+            value = b.load(vector(self.kind(register), WARP), self.slots[register], align=64)
+            if register.type == "pred":
+                b.store(b.bits(value), place, align=4)
+            else:
+                b.store(value, place, align=min(64, SIZES[register.type] * WARP))
 
     def _block(self, number: int, block: Block) -> None:
         b = self.b
@@ -357,45 +397,50 @@ class Lower:
         """Before a back edge that all running lanes take."""
         b = self.b
         if (self.number, head) in self.flow.polling:
-            self._set_pc(self.pcs(head))
-            self.stop(Code.POLLING, polled=head)
+            self.stop_at(head, Code.POLLING, polled=head)
             b.label(b.name("never"))
             return
         fuel = b.op("sub", b.load("i64", self.fuel_slot, align=8), constant("i64", 1))
         b.store(fuel, self.fuel_slot, align=8)
         with b.when(b.compare("icmp slt", fuel, constant("i64", 0)), likely=False):
-            self._set_pc(self.pcs(head))
-            self.stop(Code.SLICED)
+            self.stop_at(head, Code.SLICED)
 
     def stop(self, code: int, *, polled: int | None = None, i: Instruction | None = None) -> None:
         """Leave the function; the warp goes on where its lanes' pcs stand."""
         b = self.b
-        pc = b.load(f"<{WARP} x i32>", self.pc_slot, align=128)
-        b.store(pc, self.warp, align=64)
+        b.store(b.load(f"<{WARP} x i32>", self.pc_slot, align=128), self.warp, align=64)
         if polled is not None:
             b.store(constant("i32", polled), self.warp_place("polled"), align=4)
+        b.store(constant("i32", EXITED), self.warp_place("together"), align=4)
         b.store(constant("i32", self.place(i or self.current.last or self.i)), self.warp_place("place"), align=4)
-        for register, slot in self.slots.items():
-            place = b.at(self.warp, self.register_offsets[register])
-            value = b.load(vector(self.kind(register), WARP), slot, align=64)
-            if register.type == "pred":
-                b.store(b.bits(value), place, align=4)
-            else:
-                b.store(value, place, align=min(64, SIZES[register.type] * WARP))
+        self._save(self.crossing)
         b.line(f"ret i32 {code}")
+
+    def stop_at(self, target: int, code: int, *, polled: int | None = None, i: Instruction | None = None) -> None:
+        """`stop`, where all running lanes go on with one block: if no other lane lives, save what that needs only."""
+        b = self.b
+        self._set_pc(self.pcs(target))
+        self.starts.add(target)
+        with b.when(
+            b.compare("icmp eq", b.load("i32", self.other_slot, align=4), constant("i32", EXITED)), likely=True
+        ):
+            b.store(b.load(f"<{WARP} x i32>", self.pc_slot, align=128), self.warp, align=64)
+            b.store(constant("i32", target), self.warp_place("together"), align=4)
+            b.store(constant("i32", self.place(i or self.current.last or self.i)), self.warp_place("place"), align=4)
+            self._save(self._needed(target))
+            b.line(f"ret i32 {code}")
+        self.stop(code, polled=polled, i=i)
 
     def suspend(self, code: int, i: Instruction) -> None:
         """End the block here: the warp stops, and goes on with the next block."""
         self._write_back(self.current)
-        self._set_pc(self.pcs(self.current.successors[0]))
-        self.stop(code, i=i)
+        self.stop_at(self.current.successors[0], code, i=i)
         self.ended = True
 
     def stay(self, condition: Value, i: Instruction) -> None:
         """Stop at the beginning of this block as long as ``condition`` (an i1) holds."""
         with self.b.when(condition):
-            self._set_pc(self.pcs(self.number))
-            self.stop(Code.POLLING, i=i)
+            self.stop_at(self.number, Code.POLLING, i=i)
 
     def place(self, i: Instruction) -> int:
         """The number by which the runtime knows an instruction."""
