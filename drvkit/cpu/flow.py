@@ -181,6 +181,7 @@ class Flow:
         body = list(self._unguarded(body))
         blocks, labels = self._split(body, interruptible)
         self._connect(blocks, labels)
+        self._merge_back_edges(blocks)
         self._order(blocks)
         self._find_uniform()
         self._fold_constants()
@@ -330,25 +331,22 @@ class Flow:
             elif following < len(blocks):
                 block.successors = [following]
 
+    def _merge_back_edges(self, blocks: list[Block]) -> None:
+        """A loop with several back edges gets one block before its head, where lanes that go round meet."""
+        _, loops = _natural_loops(blocks)
+        for head, (_, sources) in loops.items():
+            if len(sources) > 1:
+                last = blocks[sources[-1]].last
+                assert last is not None
+                bra = replace(last, opcode="bra", modifiers=(), operands=(), guard=None, guard_negated=False)
+                for source in sources:
+                    followers = blocks[source].successors
+                    blocks[source].successors = [len(blocks) if each == head else each for each in followers]
+                blocks.append(Block([bra], [head]))
+
     def _order(self, blocks: list[Block]) -> None:
-        order = _reverse_post_order(blocks)
-        place = {block: index for index, block in enumerate(order)}
-        predecessors: dict[int, list[int]] = {block: [] for block in order}
-        for block in order:
-            for successor in blocks[block].successors:
-                predecessors[successor].append(block)
-        dominator = _dominators(order, place, predecessors)
-        loops: dict[int, set[int]] = {}
-        for block in order:
-            for head in blocks[block].successors:
-                if _dominates(dominator, head, block):
-                    inside = loops.setdefault(head, {head})
-                    pending = [block]
-                    while pending:
-                        member = pending.pop()
-                        if member not in inside:
-                            inside.add(member)
-                            pending += predecessors[member]
+        order, natural = _natural_loops(blocks)
+        loops = {head: inside for head, (inside, _) in natural.items()}
         together: list[int] = []
         placed: set[int] = set()
 
@@ -373,6 +371,10 @@ class Flow:
             inside = self.loops.get(to, set(range(to, at + 1)))
             if any(polls(i) for member in inside for i in self.blocks[member].instructions):
                 self.polling.add((at, to))
+
+    def last_that_leads_to(self, number: int) -> int:
+        """The last block from which a way may lead to this one: the last of the loops around it, or itself."""
+        return max((max(inside) for inside in self.loops.values() if number in inside), default=number)
 
     # Registers
 
@@ -476,6 +478,30 @@ class Flow:
 
 # What may be computed once for the whole launch: cheap, and without state.
 _UNIFORM = _opcodes("mov cvt add sub mul mad and or xor not shl shr neg min max selp setp div rem")
+
+
+def _natural_loops(blocks: list[Block]) -> tuple[list[int], dict[int, tuple[set[int], list[int]]]]:
+    """Blocks in reverse post-order; and for each head of a loop the blocks inside, and those that go back to it."""
+    order = _reverse_post_order(blocks)
+    place = {block: index for index, block in enumerate(order)}
+    predecessors: dict[int, list[int]] = {block: [] for block in order}
+    for block in order:
+        for successor in blocks[block].successors:
+            predecessors[successor].append(block)
+    dominator = _dominators(order, place, predecessors)
+    loops: dict[int, tuple[set[int], list[int]]] = {}
+    for block in order:
+        for head in dict.fromkeys(blocks[block].successors):
+            if _dominates(dominator, head, block):
+                inside, sources = loops.setdefault(head, ({head}, []))
+                sources.append(block)
+                pending = [block]
+                while pending:
+                    member = pending.pop()
+                    if member not in inside:
+                        inside.add(member)
+                        pending += predecessors[member]
+    return order, loops
 
 
 def _reverse_post_order(blocks: list[Block]) -> list[int]:

@@ -331,3 +331,57 @@ def test_members_wait_for_a_lane_that_polls() -> None:
     """
     found = run(body, results=2)
     np.testing.assert_array_equal(found, [[100] * 32, [0xFFFFFFFF] * 32])
+
+
+@pytest.mark.parametrize("between", ["", "ld.volatile.shared.u32 %r5, [tile];", "bar.warp.sync 0x55555555;"])
+def test_lanes_that_go_round_a_loop_in_two_places_meet_again_at_its_head(between: str) -> None:
+    body = f"""
+    st.shared.u32 [tile], %lane;
+    and.b32 %r1, %lane, 1; setp.ne.u32 %p1, %r1, 0;
+    mov.b32 %r2, 0; mov.b32 %d0, 0;
+    ROUND: shfl.sync.idx.b32 %r3, %lane, 3, 31, -1;
+    add.u32 %d0, %d0, %r3; add.u32 %r2, %r2, 1;
+    setp.ge.u32 %p2, %r2, 4; @%p2 bra LEFT;
+    @%p1 bra ROUND;
+    add.u32 %d0, %d0, 100; {between}
+    bra ROUND;
+    LEFT:
+    """
+    np.testing.assert_array_equal(run(body)[0], [312, 12] * 16)
+
+
+def test_members_wait_for_a_lane_that_polls_further_on_in_the_loop() -> None:
+    """Lane 0 waits in its first round for what lane 1 stores in its second, before all meet."""
+    body = """
+    mov.b32 %r1, 0; st.shared.u32 [tile], %r1; mov.b32 %d0, 0;
+    bar.warp.sync -1;
+    ROUND: setp.eq.u32 %p1, %lane, 1; @%p1 st.volatile.shared.u32 [tile], %r1;
+    shfl.sync.idx.b32 %r3, %r1, 5, 31, -1;
+    add.u32 %d0, %d0, %r3;
+    setp.ne.u32 %p2, %lane, 0; @%p2 bra NEXT;
+    setp.ne.u32 %p2, %r1, 0; @%p2 bra NEXT;
+    POLL: ld.volatile.shared.u32 %r2, [tile]; setp.lt.u32 %p3, %r2, 1; @%p3 bra POLL;
+    NEXT: add.u32 %r1, %r1, 1; setp.lt.u32 %p4, %r1, 3; @%p4 bra ROUND;
+    """
+    np.testing.assert_array_equal(run(body)[0], [0 + 1 + 2] * 32)
+
+
+@pytest.mark.parametrize("order", ["abs", "bas", "sab", "asb"])
+def test_lanes_that_poll_in_two_loops_let_a_third_group_go_on(order: str) -> None:
+    blocks = {
+        "a": "A: ld.volatile.shared.u32 %r3, [tile]; setp.eq.u32 %p3, %r3, 0; @%p3 bra A; bra MEET;",
+        "b": "B: ld.volatile.shared.u32 %r4, [tile+4]; setp.eq.u32 %p4, %r4, 0; @%p4 bra B; bra MEET;",
+        "s": "S: st.volatile.shared.u32 [tile], 1; st.volatile.shared.u32 [tile+4], 1; bra MEET;",
+    }
+    conditions = {"a": 0, "b": 1, "s": 2}
+    branches = [f"setp.eq.u32 %p1, %r0, {conditions[each]}; @%p1 bra {each.upper()};" for each in order]
+    body = f"""
+    st.shared.u32 [tile], 0; st.shared.u32 [tile+4], 0;
+    bar.warp.sync -1;
+    rem.u32 %r0, %lane, 3;
+    {" ".join(branches)} bra MEET;
+    {" ".join(blocks[each] for each in order)}
+    MEET: bar.warp.sync -1;
+    ld.shared.u32 %d0, [tile+4];
+    """
+    np.testing.assert_array_equal(run(body)[0], [1] * 32)

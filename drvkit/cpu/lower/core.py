@@ -204,19 +204,18 @@ class Lower:
         b = self.b
         b.label("dispatch")
         pc = b.load(f"<{WARP} x i32>", self.pc_slot, align=128)
-        polled = self.warp_field("polled")  # those who polled last come after all others
         lowest = b.call("i32", f"llvm.vector.reduce.umin.v{WARP}i32", pc)
-        now = b.splat(lowest, WARP)
-        mask = b.compare("icmp eq", pc, now)
-        others = b.select(mask, constant(pc.type, EXITED), pc)
-        next_pc = b.call("i32", f"llvm.vector.reduce.umin.v{WARP}i32", others)
-        starving = b.op(
-            "and", b.compare("icmp eq", lowest, polled), b.compare("icmp ne", next_pc, constant("i32", EXITED))
-        )
-        chosen = b.select(starving, next_pc, lowest)
-        other = b.select(starving, lowest, next_pc)
+        # Those who polled last come last, and of many who poll the next: one of them may wait for another.
+        after = b.compare("icmp sgt", pc, b.splat(self.warp_field("polled"), WARP))
+        following = b.select(after, pc, constant(pc.type, EXITED))
+        following = b.call("i32", f"llvm.vector.reduce.umin.v{WARP}i32", following)
+        none = b.compare("icmp eq", following, constant("i32", EXITED))
+        chosen = b.select(none, lowest, following)
+        chosen_lanes = b.compare("icmp eq", pc, b.splat(chosen, WARP))
+        others = b.select(chosen_lanes, constant(pc.type, EXITED), pc)
+        other = b.call("i32", f"llvm.vector.reduce.umin.v{WARP}i32", others)
         b.store(constant("i32", -1), self.warp_place("polled"), align=4)
-        b.store(b.compare("icmp eq", pc, b.splat(chosen, WARP)), self.mask_slot, align=4)
+        b.store(chosen_lanes, self.mask_slot, align=4)
         b.store(other, self.other_slot, align=4)
         cases = " ".join(f"i32 {number}, label %B{number}" for number in range(len(self.flow.blocks)))
         b.line(f"switch {chosen}, label %done [{cases}]")
@@ -440,7 +439,7 @@ class Lower:
     def stay(self, condition: Value, i: Instruction) -> None:
         """Stop at the beginning of this block as long as ``condition`` (an i1) holds."""
         with self.b.when(condition):
-            self.stop_at(self.number, Code.POLLING, i=i)
+            self.stop_at(self.number, Code.POLLING, polled=self.number, i=i)
 
     def place(self, i: Instruction) -> int:
         """The number by which the runtime knows an instruction."""

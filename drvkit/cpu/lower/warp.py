@@ -29,8 +29,8 @@ _HERE, _WAITS, _DIVERGED = 0, 1, 2
 def meet(e: Lower, i: Instruction, mask: Operand) -> Value:
     """See that the members of ``mask`` are here; gives the mask, as a scalar where it is a constant.
 
-    A member may be on its way if it polls in an earlier block: then the warp comes back. One in a later block has
-    passed by: a fault, and so is a lane that is no member of its own mask.
+    A member may be on its way, since it polls: then the warp comes back. One from where no way leads here has passed
+    by: a fault, and so is a lane that is no member of its own mask.
     """
     b = e.b
     members = _members(e, mask)
@@ -42,7 +42,7 @@ def meet(e: Lower, i: Instruction, mask: Operand) -> Value:
     if not everybody:
         outside = b.compare("icmp eq", b.op("and", _spread(b, members), _OWN), constant(_LANES, 0))
         suspect = b.op("or", suspect, b.any(b.op("and", outside, e.mask)))
-    _settle(e, i, suspect, members, EXITED)
+    _settle(e, i, suspect, members, EXITED, last=e.flow.last_that_leads_to(e.number))
     e.gathered = max(e.gathered, int(everybody))
     return members
 
@@ -71,14 +71,22 @@ def _members(e: Lower, mask: Operand) -> Value:
 
 
 def _settle(
-    e: Lower, i: Instruction, suspect: Value, members: Value, ended: int, kind: str = "warp divergence"
+    e: Lower,
+    i: Instruction,
+    suspect: Value,
+    members: Value,
+    ended: int,
+    kind: str = "warp divergence",
+    last: int | None = None,
 ) -> None:
+    """``last``: the last block from which a lane may still come."""
     b = e.b
+    last = e.number if last is None else last
     with b.when(suspect, likely=False):
         pc = b.load(_LANES, e.pc_slot, align=128)
         state = b.call(
             "i32", e.helper("members_state", _members_state),
-            pc, _spread(b, members), e.mask_bits, constant("i32", e.number), constant("i32", ended),
+            pc, _spread(b, members), e.mask_bits, constant("i32", last), constant("i32", ended),
         )  # fmt: skip
         if e.current.instructions[0] is i:
             e.stay(b.compare("icmp eq", state, constant("i32", _WAITS)), i)
@@ -88,18 +96,18 @@ def _settle(
 
 def _members_state(b: Builder) -> str:
     pc, members = Value("%pc", _LANES), Value("%members", _LANES)
-    running, number, ended = Value("%running", "i32"), Value("%number", "i32"), Value("%ended", "i32")
+    running, last, ended = Value("%running", "i32"), Value("%last", "i32"), Value("%ended", "i32")
     asked = b.select(b.lanes(running), members, constant(_LANES, 0))
     named = b.call("i32", f"llvm.vector.reduce.or.v{WARP}i32", asked)
     live = b.bits(b.compare("icmp ne", pc, b.splat(ended, WARP)))
     missing = b.op("and", b.op("and", named, live), b.op("xor", running, _ALL))
-    before = b.op("and", missing, b.bits(b.compare("icmp slt", pc, b.splat(number, WARP))))
+    coming = b.op("and", missing, b.bits(b.compare("icmp sle", pc, b.splat(last, WARP))))
     outside = b.bits(b.compare("icmp eq", b.op("and", members, _OWN), constant(_LANES, 0)))
     wrong = b.compare("icmp ne", b.op("and", outside, running), constant("i32", 0))
-    late = b.select(_is_zero(b, before), constant("i32", _DIVERGED), constant("i32", _WAITS))
+    late = b.select(_is_zero(b, coming), constant("i32", _DIVERGED), constant("i32", _WAITS))
     state = b.select(_is_zero(b, missing), constant("i32", _HERE), late)
     b.line(f"ret {b.select(wrong, constant('i32', _DIVERGED), state)}")
-    parameters = f"{pc}, {members}, {running}, {number}, {ended}"
+    parameters = f"{pc}, {members}, {running}, {last}, {ended}"
     return b.function(f"internal i32 @members_state({parameters})", attributes="noinline cold ")
 
 
