@@ -106,7 +106,7 @@ def used(i: Instruction) -> list[Register]:
 
 def polls(i: Instruction) -> bool:
     """Whether it may see what others do: a loop around it must let them run."""
-    if i.opcode == "ld":
+    if i.opcode == "ld" or i.modifiers[:1] == ("ld_reduce",):
         return bool(_POLLS & set(i.modifiers))
     return i.opcode in ("atom", "nanosleep") or (i.opcode == "mbarrier" and i.modifiers[0].endswith("_wait"))
 
@@ -129,7 +129,7 @@ def stands(i: Instruction) -> bool:
 
 def meets(i: Instruction) -> bool:
     """Whether the lanes of a warp wait for each other at it."""
-    return i.opcode in _MEETS or (i.opcode in ("bar", "barrier") and i.modifiers[0] != "cluster")
+    return i.opcode in _MEETS or i.opcode in ("bar", "barrier")
 
 
 def ordering(i: Instruction) -> bool:

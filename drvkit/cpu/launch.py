@@ -32,6 +32,7 @@ from .state import (
     WarpState,
     WarpStatus,
 )
+from .storage import addresses
 
 if TYPE_CHECKING:
     from .program import Function
@@ -168,8 +169,9 @@ class Grid:
         clusters = grid[0] * grid[1] * grid[2] // blocks
         self.params = memory.allocate(max(len(params), 1), "param", written=True)
         memory.write(self.params.address, params)
-        addresses = [function.program.variables[name][0] for name in compiled.globals]
-        self._globals = np.array([*addresses, 0], np.uint64)
+        variables = [function.program.variables[name][0] for name in compiled.globals]
+        self._globals = np.array([*variables, 0], np.uint64)
+        self._multicast = addresses.multicast_ranges()
         self._template = _template(block)
         shared_bytes = compiled.dynamic_offset + shared if shared else compiled.shared_bytes
         copies = COPIES * ctypes.sizeof(CopyState) if compiled.uses_copies else 0
@@ -216,6 +218,8 @@ class Grid:
             device_buffer=_device_buffer(device).ctypes.data if explored else 0,
             watched=raced,
             order=order.address if order is not None and raced else 0,
+            multicast=ctypes.addressof(self._multicast),
+            multicast_count=len(self._multicast),
         )
         Grid._serial += 1
         self.state.id = Grid._serial & 0xFFFFFFFF
@@ -449,10 +453,13 @@ class Grid:
         who = f"kernel {self.function.name}, {place.where} ({place.name}), block {block}, thread {thread}"
         address, nbytes = state.fault_address, state.fault_bytes
         where = self._where(address)
-        reads = place.name.split(".")[0] in ("ld", "ldu", "ldmatrix", "atom", "red") or kind == "not written"
+        opcode = place.name.removeprefix("multimem.").split(".")[0]
+        reads = opcode in ("ld", "ldu", "ldmatrix", "atom", "red", "ld_reduce") or kind == "not written"
         verb = "reads" if reads else "writes"
         access = f"{verb} {nbytes} bytes at {address:#x}"
         if kind == "not allocated":
+            if place.name.startswith("multimem."):
+                where += f"; {addresses.multicast_refusal(address)}"
             return Fault("CUDA_ERROR_ILLEGAL_ADDRESS", f"{who}: {access}: {where}")
         if kind == "misaligned":
             return Fault(

@@ -204,6 +204,10 @@ class Memory:
         """Whether kernels may touch a mapped range."""
         self._mark(address, nbytes, ALLOCATED | WRITTEN if allowed else 0)
 
+    def allows(self, address: int) -> bool:
+        """Whether kernels may touch it now."""
+        return bool(ctypes.c_uint8.from_address(address + self.shadow).value & ALLOCATED)
+
     def adopt(self, address: int, nbytes: int, kind: str, device: int = 0, name: str = "") -> Allocation:
         """Know a mapped range as an allocation."""
         allocation = Allocation(address, nbytes, kind, device, name, caller(), nbytes)
@@ -276,7 +280,9 @@ class Memory:
             inside = f"{address - allocation.address} bytes into a {allocation}"
             if allocation.freed:
                 return f"{inside}, which was freed"
-            if not ctypes.c_uint8.from_address(address + self.shadow).value & ALLOCATED:
+            if allocation.kind == "multicast":
+                return f"{inside}, which multimem instructions alone may access"
+            if not self.allows(address):
                 return f"{inside}, which was freed by its graph, or is not allocated yet"
             return inside
         at = bisect.bisect_right(self._starts, address) - 1

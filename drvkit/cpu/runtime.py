@@ -25,6 +25,7 @@ from .state import (
     Code,
     CopyState,
     GridState,
+    MulticastRange,
     SlotState,
     WarpState,
     WarpStatus,
@@ -90,7 +91,7 @@ def runtime_ir() -> tuple[str, list[str]]:
     from .weak import weak_functions
 
     functions = [_time(), _check(), _readable(), _copy_begin(), _copy_oldest(), _copy_finish(), _copy_bulk()]
-    functions += [_release(), _barrier(), _begin(), _ended(), _run_slot(), _run()]
+    functions += [_multicast(), _release(), _barrier(), _begin(), _ended(), _run_slot(), _run()]
     for nbytes in ACCESS_BYTES:
         for checked in (True, False):
             functions += [_access(nbytes, "load", checked), _access(nbytes, "store", checked)]
@@ -289,6 +290,46 @@ def check_lane(f: Function, address: Value, lane: Value, nbytes: int, needs: int
         )
         record_fault(f, kind, lane, f["place"], nbytes, address)
         f.ret(1)
+
+
+def _multicast() -> Function:
+    """Where device ``number`` of the team has its memory behind multicast addresses; gives the lanes that have some.
+
+    The first one is asked for first: then a lane whose address has no memory of a team is a fault, and none is given.
+    """
+    f = Function(
+        "i32", "drvkit_multicast", grid="ptr", addresses="ptr", mask="i32", number="i64", nbytes="i32", found="ptr",
+        place="i32",
+    )  # fmt: skip
+    grid, number = f["grid"], f["number"]
+    ranges, lanes = f.pointer(f.field(grid, GridState, "multicast")), f.alloca("i32", 4)
+    f.store(constant("i32", 0), lanes, align=4)
+    with f.each_bit(f["mask"]) as lane:
+        wide = f.cast("zext", lane, "i64")
+        address = f.load("i64", f.at(f["addresses"], wide, "i64"), align=8)
+        bit = f.op("shl", constant("i32", 1), lane)
+        with f.count(f.field(grid, GridState, "multicast_count")) as index:
+            range_ = f.at(ranges, f.op("mul", index, constant("i64", ctypes.sizeof(MulticastRange))))
+            inside = f.op("sub", address, f.field(range_, MulticastRange, "start"))
+            within = f.compare("icmp ult", inside, f.field(range_, MulticastRange, "nbytes"))
+            has = f.compare("icmp ult", number, f.field(range_, MulticastRange, "count"))
+            with f.when(f.op("and", within, has)):
+                member = f.field(range_, MulticastRange, "members", number)
+                f.store(f.op("add", member, inside), f.at(f["found"], wide, "i64"), align=8)
+                f.store(f.op("or", f.load("i32", lanes, align=4), bit), lanes, align=4)
+        with f.when(f.is_(number, 0), likely=False):
+            nbytes = f.cast("zext", f["nbytes"], "i64")
+            low = f.op("and", address, f.op("sub", nbytes, constant("i64", 1)))
+            known = f.op("and", f.load("i32", lanes, align=4), bit)
+            for kind, bad in (
+                ("not allocated", f.is_(known, 0)),
+                ("misaligned", f.compare("icmp ne", low, constant("i64", 0))),
+            ):
+                with f.when(bad, likely=False):
+                    record_fault(f, kind, lane, f["place"], f["nbytes"], address)
+                    f.ret(0)
+    f.ret(f.load("i32", lanes, align=4))
+    return f
 
 
 # Copies
@@ -611,8 +652,7 @@ def _ended() -> Function:
     block = f["block"]
     f.set(f["warp"], WarpState, "status", WarpStatus.DONE)
     live = f.add_to(block, BlockState, "live", -1)
-    leader = f.pointer(f.field(block, BlockState, "leader"))
-    f.add_to(leader, BlockState, "cluster_live", -1)
+    _leave_cluster_barrier(f, f.pointer(f.field(block, BlockState, "leader")))
     untriggered = f.is_(f.field(block, BlockState, "triggered"), 0)
     with f.when(f.op("and", f.is_(live, 0), untriggered)):
         f.add_to(f["grid"], GridState, "triggered", 1)
@@ -628,6 +668,20 @@ def _ended() -> Function:
             f.call("void", "drvkit_release", f["grid"], block, id_)
     f.line("ret void")
     return f
+
+
+def _leave_cluster_barrier(f: Function, leader: Value) -> None:
+    """A warp that has ended is not waited for."""
+    live = f.add_to(leader, BlockState, "cluster_live", -1)
+    phase, arrived = f.field(leader, BlockState, "cluster_phase"), f.field(leader, BlockState, "cluster_arrived")
+    following = f.op("add", phase, constant("i32", 1))
+    took_part = f.compare("icmp eq", f.field(f["warp"], WarpState, "cluster_phase"), following)
+    others = f.op("sub", arrived, f.cast("zext", took_part, "i32"))
+    complete = f.op("and", f.compare("icmp uge", others, live), f.compare("icmp ne", others, constant("i32", 0)))
+    f.set(leader, BlockState, "cluster_arrived", f.select(complete, constant("i32", 0), others))
+    f.set(leader, BlockState, "cluster_phase", f.select(complete, following, phase))
+    with f.when(f.compare("icmp ne", f.field(f["grid"], GridState, "watched"), constant("i32", 0))):
+        f.call("void", "drvkit_race_cluster_arrive", f["grid"], phase, complete, constant("i1", 1))
 
 
 def _run_slot() -> Function:

@@ -17,6 +17,7 @@ __all__ = [
     "Code",
     "CopyState",
     "GridState",
+    "MulticastRange",
     "OrderEntry",
     "OrderState",
     "SlotState",
@@ -97,6 +98,19 @@ class GridState(Structure):
         ("order", c_uint64),  # the launch's OrderState; 0: only races inside of clusters are looked for
         ("fault_other", c_uint32),  # of a race: who else, a warp of the cluster or a work
         ("fault_verbs", c_uint32),  # of a race: bit 0, it wrote; bit 1, the other one wrote
+        ("multicast", c_uint64),  # each MulticastRange
+        ("multicast_count", c_uint64),
+    ]
+
+
+class MulticastRange(Structure):
+    """Multicast addresses behind which each device of a team has memory."""
+
+    _fields_ = [
+        ("start", c_uint64),
+        ("nbytes", c_uint64),
+        ("count", c_uint64),  # devices
+        ("members", c_uint64 * 64),  # where the memory of each begins
     ]
 
 
@@ -162,7 +176,7 @@ class WarpState(Structure):
         ("participants", c_uint32),  # threads that took part
         ("polled", c_int32),  # the loop head at which it polled last
         ("place", c_uint32),  # the instruction at which it stopped
-        ("cluster_phase", c_uint32),  # of the cluster barrier, when it arrived
+        ("cluster_phase", c_uint32),  # of the cluster barrier, after the one in which it arrived last
         ("polled_address", c_uint64),
         ("local", c_uint64),  # windows of its lanes, one after another
         ("copies", c_uint64),  # cp.async: the queue

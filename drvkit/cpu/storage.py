@@ -7,16 +7,21 @@ Source: CUDA Driver API, "Virtual Memory Management", "Stream Ordered Memory All
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
 import struct
 from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import ClassVar
+from weakref import WeakSet
 
 from .handles import RefusedError, handles
 from .machine import machine
 from .memory import PAGE, Allocation, memory
 from .operations import Shared
+from .state import MulticastRange
 
 __all__ = [
     "GRANULARITY",
@@ -25,6 +30,7 @@ __all__ = [
     "Multicast",
     "Physical",
     "Pool",
+    "Records",
     "Shareable",
     "addresses",
     "heap",
@@ -32,10 +38,19 @@ __all__ = [
 ]
 
 GRANULARITY = 2 << 20  # of physical memory, and of where it is mapped
+POOL_GROWTH = 32 << 20  # by so much a pool grows
 
 
 class Pool:
-    """A stream-ordered memory pool. What it has reserved is only counted: freed memory waits in quarantine instead."""
+    """A stream-ordered memory pool. What it has reserved is only counted: freed memory waits in quarantine instead.
+
+    Attributes:
+        used: what was allocated, without what was freed in the order of a stream. Memory that ``cuMemFree`` freed goes
+            on to count, as on an H200.
+        reserved: what the pool keeps for itself.
+    """
+
+    _all: ClassVar[WeakSet[Pool]] = WeakSet()
 
     def __init__(self, device: int, *, maximum: int = 0) -> None:
         self.device, self.maximum = device, maximum
@@ -47,27 +62,44 @@ class Pool:
             "RELEASE_THRESHOLD": 0,
         }
         self.used = self.used_high = self.reserved = self.reserved_high = 0
+        self._live = 0
+        self._all.add(self)
 
     def allocate(self, nbytes: int) -> Allocation:
-        if self.maximum and self.used + nbytes > self.maximum:
+        if self.maximum and self._live + nbytes > self.maximum:
             raise RefusedError("OUT_OF_MEMORY")
         allocation = memory.allocate(nbytes, "pool", self.device)
+        self._live += nbytes
         self.used += nbytes
         self.used_high = max(self.used_high, self.used)
-        self.reserved = max(self.reserved, _rounded(self.used))
+        self.reserved = max(self.reserved, _rounded(self._live, POOL_GROWTH))
         self.reserved_high = max(self.reserved_high, self.reserved)
         return allocation
 
-    def give_back(self, nbytes: int) -> None:
-        """Said when the free is called."""
-        self.used -= nbytes
+    def give_back(self, nbytes: int, *, in_order: bool) -> None:
+        """Said when the free is called. ``in_order``: it is one in the order of a stream."""
+        self._live -= nbytes
+        if in_order:
+            self.used -= nbytes
+        else:
+            self._release()
 
     def trim(self, keep: int) -> None:
-        self.reserved = min(self.reserved, max(_rounded(self.used), _rounded(keep)))
+        self.reserved = min(self.reserved, _rounded(max(self._live, keep), POOL_GROWTH))
+
+    def _release(self) -> None:
+        self.trim(self.attributes["RELEASE_THRESHOLD"])
+
+    @classmethod
+    def release(cls, device: int) -> None:
+        """The host waited for a device: its pools keep no more than they shall."""
+        for pool in cls._all:
+            if pool.device == device:
+                pool._release()
 
 
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // GRANULARITY) * GRANULARITY
+def _rounded(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
 
 
 # ---- physical memory -------------------------------------------------------------------------------------------------
@@ -183,17 +215,49 @@ class Multicast(Shareable):
                     return
         raise RefusedError("INVALID_VALUE")
 
-    def members(self, offset: int, nbytes: int) -> list[int]:
-        """Where this process sees the memory of each device of the team that is bound at a range."""
+    def table(self) -> bytes:
+        """What is bound where, to be compared with what was."""
+        return os.pread(self.fd, os.fstat(self.fd).st_size, 0)
+
+    def members(self, offset: int, nbytes: int) -> dict[int, int]:
+        """By device of the team, where this process sees its memory that is bound at a range."""
         found: dict[int, int] = {}
         entries, _ = self._head()
         for place in range(entries):
             live, process, fd, device, start, at, size = self._entry(place)
             if live and start <= offset and offset + nbytes <= start + size:
-                if place not in self._seen:
-                    self._seen[place] = _see(f"/proc/{process}/fd/{fd}", at, size, device)
-                found[device] = self._seen[place] + offset - start
-        return [found[device] for device in sorted(found)]
+                seen = self._where(place, f"/proc/{process}/fd/{fd}", at, size, device)
+                if seen is not None:
+                    found[device] = seen + offset - start
+        return dict(sorted(found.items()))
+
+    def _where(self, place: int, path: str, at: int, size: int, device: int) -> int | None:
+        """Where this process sees the memory of an entry: where it is mapped, as races are found by address; or else
+        somewhere. None if the process that bound it has ended."""
+        mapped = addresses.showing(path)
+        if mapped is not None:
+            return mapped + at
+        if place not in self._seen:
+            try:
+                self._seen[place] = _see(path, at, size, device)
+            except RefusedError:
+                return None
+        return self._seen[place]
+
+    def whole(self) -> Iterator[tuple[int, int, list[int]]]:
+        """The ranges at which all devices of the team have memory: where they begin, their bytes, and the memory."""
+        entries, _ = self._head()
+        bound = [(start, start + size) for live, *_, start, _, size in map(self._entry, range(entries)) if live]
+        for start, end in pairwise(sorted({place for ends in bound for place in ends})):
+            members = self.members(start, end - start)
+            if len(members) == self.team:
+                yield start, end - start, list(members.values())
+
+    def missing(self, offset: int) -> list[int]:
+        """The devices of the team that have no memory at a place."""
+        _, devices = self._head()
+        bound = self.members(offset, 1)
+        return [device for device in range(64) if devices >> device & 1 and device not in bound]
 
     def release(self) -> None:
         for place in list(self._bound):
@@ -239,21 +303,21 @@ def import_file(fd: int) -> Shareable:
     try:
         found = re.match(r"/memfd:drvkit-(memory:(\d+)|multicast)", os.readlink(f"/proc/self/fd/{fd}"))
         if found is None:
-            raise RefusedError("INVALID_VALUE")
+            raise RefusedError("UNKNOWN")
         if found[2] is not None:
             return Physical(int(found[2]), os.fstat(fd).st_size, os.dup(fd))
         nbytes, team, _, _ = Multicast._HEAD.unpack(os.pread(fd, Multicast._HEAD.size, 0))
         return Multicast(nbytes, team, os.dup(fd))
     except OSError:
-        raise RefusedError("INVALID_VALUE") from None
+        raise RefusedError("UNKNOWN") from None
 
 
 # ---- addresses -------------------------------------------------------------------------------------------------------
 
 
 class _Mapping:
-    def __init__(self, address: int, nbytes: int, shared: Shareable, offset: int) -> None:
-        self.address, self.nbytes, self.shared, self.offset = address, nbytes, shared, offset
+    def __init__(self, address: int, shared: Shareable) -> None:
+        self.address, self.nbytes, self.shared = address, shared.nbytes, shared
         self.accessible: set[int] = set()  # by these devices
 
 
@@ -263,6 +327,8 @@ class AddressSpace:
     def __init__(self) -> None:
         self._reserved: dict[int, int] = {}
         self._mappings: dict[int, _Mapping] = {}
+        self._changes = 0
+        self._multicast: tuple[object, ctypes.Array[MulticastRange]] = (None, (MulticastRange * 0)())
 
     def reserve(self, nbytes: int, align: int) -> int:
         if not nbytes or nbytes % GRANULARITY or align & (align - 1):
@@ -278,33 +344,37 @@ class AddressSpace:
         del self._reserved[address]
 
     def map(self, address: int, nbytes: int, shared: Shareable, offset: int) -> None:
-        """Let a range show a file; the range of a multicast object shows nothing to ordinary accesses."""
+        """Let a range show all of a file; that of a multicast object is for multimem instructions alone."""
+        if offset or nbytes != shared.nbytes:
+            raise RefusedError("NOT_SUPPORTED")
         room = any(start <= address and address + nbytes <= start + size for start, size in self._reserved.items())
-        if not room or not nbytes or (address | nbytes | offset) % GRANULARITY or offset + nbytes > shared.nbytes:
-            raise RefusedError("INVALID_VALUE")
-        if any(self._inside(address, nbytes)):
+        if not room or address % GRANULARITY or any(self._inside(address, nbytes)):
             raise RefusedError("INVALID_VALUE")
         if isinstance(shared, Physical):
-            memory.map_file(address, nbytes, shared.fd, offset)
-            memory.adopt(address, nbytes, "mapped", shared.device)
+            memory.map_file(address, nbytes, shared.fd)
+        device = shared.device if isinstance(shared, Physical) else 0
+        memory.adopt(address, nbytes, "mapped" if isinstance(shared, Physical) else "multicast", device)
         shared.keep()
-        self._mappings[address] = _Mapping(address, nbytes, shared, offset)
+        self._mappings[address] = _Mapping(address, shared)
+        self._changes += 1
 
     def unmap(self, address: int, nbytes: int) -> None:
-        for mapping in self._exactly(address, nbytes):
+        for mapping in self._whole(address, nbytes):
             del self._mappings[mapping.address]
+            memory.disown(mapping.address)
             if isinstance(mapping.shared, Physical):
-                memory.disown(mapping.address)
                 memory.unmap(mapping.address, mapping.nbytes)
             mapping.shared.let_go()
+            self._changes += 1
 
     def set_access(self, address: int, nbytes: int, devices: dict[int, bool]) -> None:
         """By device, whether it may touch the range; others stay as they were."""
-        for mapping in self._exactly(address, nbytes):
+        for mapping in self._whole(address, nbytes):
             mapping.accessible |= {device for device, allowed in devices.items() if allowed}
             mapping.accessible -= {device for device, allowed in devices.items() if not allowed}
             if isinstance(mapping.shared, Physical):
                 memory.allow(mapping.address, mapping.nbytes, bool(mapping.accessible))
+            self._changes += 1
 
     def at(self, address: int) -> _Mapping:
         for mapping in self._mappings.values():
@@ -320,23 +390,55 @@ class AddressSpace:
             return []
         if not isinstance(mapping.shared, Multicast) or not mapping.accessible:
             return []
-        return mapping.shared.members(mapping.offset + address - mapping.address, nbytes)
+        return list(mapping.shared.members(address - mapping.address, nbytes).values())
+
+    def multicast_ranges(self) -> ctypes.Array[MulticastRange]:
+        """All addresses that multimem instructions can use now."""
+        mapped = [
+            (each.address, each.shared)
+            for each in self._mappings.values()
+            if isinstance(each.shared, Multicast) and each.accessible
+        ]
+        state = self._changes, [shared.table() for _, shared in mapped]
+        if state != self._multicast[0]:
+            found = [
+                MulticastRange(address + start, nbytes, len(members), tuple(members))
+                for address, shared in mapped
+                for start, nbytes, members in shared.whole()
+            ]
+            self._multicast = state, (MulticastRange * len(found))(*found)
+        return self._multicast[1]
+
+    def multicast_refusal(self, address: int) -> str:
+        """Why multimem instructions cannot use an address, for a report."""
+        for mapping in self._inside(address, 1):
+            if isinstance(mapping.shared, Multicast) and mapping.accessible:
+                missing = mapping.shared.missing(address - mapping.address)
+                return f"no memory of {', '.join(f'cpu:{device}' for device in missing)} is bound there"
+        return "this is no multicast address that a device may access"
+
+    def showing(self, path: str) -> int | None:
+        """Where a file is mapped so that kernels may touch it, if it is."""
+        with contextlib.suppress(OSError):
+            file = os.stat(path)
+            for mapping in self._mappings.values():
+                if mapping.accessible and os.path.samestat(os.fstat(mapping.shared.fd), file):
+                    return mapping.address
+        return None
 
     def _inside(self, address: int, nbytes: int) -> Iterator[_Mapping]:
         for mapping in self._mappings.values():
             if mapping.address < address + nbytes and address < mapping.address + mapping.nbytes:
                 yield mapping
 
-    def _exactly(self, address: int, nbytes: int) -> list[_Mapping]:
-        """The mappings that make up a range, whole ones without gaps."""
-        found = sorted(self._inside(address, nbytes), key=lambda mapping: mapping.address)
-        at = address
-        for mapping in found:
-            if mapping.address != at:
-                raise RefusedError("INVALID_VALUE")
-            at += mapping.nbytes
-        if at != address + nbytes or not nbytes:
+    def _whole(self, address: int, nbytes: int) -> list[_Mapping]:
+        """The mappings in a range, which has none in part; between them may be gaps."""
+        found = list(self._inside(address, nbytes))
+        if not found:
             raise RefusedError("INVALID_VALUE")
+        for mapping in found:
+            if mapping.address < address or mapping.address + mapping.nbytes > address + nbytes:
+                raise RefusedError("INVALID_VALUE")
         return found
 
 
@@ -396,3 +498,62 @@ class Heap:
 
 
 heap = Heap()
+
+
+class Records:
+    """The records of an event that processes share: a file with their number, and a byte for each, which is 1 when it
+    was reached. Streams of any process reach them, in any order."""
+
+    _HEAD = struct.Struct("=Q")
+    _HANDLE = struct.Struct("=IIQ")  # of a CUipcEventHandle: process, file descriptor, inode
+
+    def __init__(self, fd: int | None = None) -> None:
+        """Of an event of this process; or of another's, whose file was opened."""
+        self._ours = fd is None
+        if fd is None:
+            fd = os.memfd_create("drvkit-event", os.MFD_CLOEXEC)
+            os.pwrite(fd, self._HEAD.pack(0), 0)
+        self._file = os.fdopen(fd, "r+b", buffering=0)  # closed with the last of those who use it
+
+    @classmethod
+    def open(cls, handle: bytes) -> Records:
+        process, fd, inode = cls._HANDLE.unpack(handle[: cls._HANDLE.size])
+        if process == os.getpid():
+            raise RefusedError("INVALID_CONTEXT")
+        try:
+            opened = cls(os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        except OSError:
+            raise RefusedError("MAP_FAILED") from None
+        if os.fstat(opened._fd).st_ino != inode:  # it was closed, and its number is another file's
+            raise RefusedError("MAP_FAILED")
+        machine.shared = True
+        return opened
+
+    def export(self) -> bytes:
+        """A handle by which another process opens it."""
+        if not self._ours:
+            raise RefusedError("INVALID_HANDLE")
+        machine.shared = True
+        return self._HANDLE.pack(os.getpid(), self._fd, os.fstat(self._fd).st_ino)
+
+    @property
+    def _fd(self) -> int:
+        return self._file.fileno()
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest record; 0 if there is none."""
+        number: int = self._HEAD.unpack(os.pread(self._fd, self._HEAD.size, 0))[0]
+        return number
+
+    def add(self) -> int:
+        with _FileLock(self._fd):
+            number = self.newest + 1
+            os.pwrite(self._fd, self._HEAD.pack(number), 0)
+        return number
+
+    def reach(self, number: int) -> None:
+        os.pwrite(self._fd, b"\1", self._HEAD.size + number)
+
+    def is_reached(self, number: int) -> bool:
+        return not number or os.pread(self._fd, 1, self._HEAD.size + number) == b"\1"

@@ -1,6 +1,6 @@
 """PTX instructions -> LLVM IR: one file per family, one function per opcode."""
 
-from . import access, arithmetic, bits, convert, float, matrix, special, sync, warp
+from . import access, arithmetic, bits, convert, float, matrix, multimem, special, sync, warp
 from .core import LOWERINGS, Lower, UnsupportedError
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "convert",
     "float",
     "matrix",
+    "multimem",
     "special",
     "sync",
     "warp",

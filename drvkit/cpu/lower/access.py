@@ -13,7 +13,16 @@ from ..ptx import SIZES, Instruction, Memory, Operand, Symbol
 from ..state import Access
 from .core import WARP, Lower, bits_of, kind_of, lowers, vector_elements
 
-__all__ = ["load_bytes", "space_of", "store_bytes", "watch"]
+__all__ = [
+    "atomic_lanes",
+    "load_bytes",
+    "load_interleaved",
+    "send",
+    "space_of",
+    "store_bytes",
+    "store_interleaved",
+    "watch",
+]
 
 _SPACES = ("param", "global", "shared", "local", "const")
 STRONG = ("volatile", "relaxed", "acquire", "release", "acq_rel", "mmio", "sc")
@@ -54,7 +63,7 @@ def watch(e: Lower, addresses: Value, nbytes: int, how: int, mask_bits: Value | 
     if not e.raced or space_of(e.i) in ("local", "param"):
         return
     modifiers = set(e.i.modifiers)
-    if e.i.opcode in ("atom", "red") or modifiers & {*STRONG, "test_wait", "try_wait"}:
+    if e.i.opcode == "atom" or "red" in (e.i.opcode, *modifiers) or modifiers & {*STRONG, "test_wait", "try_wait"}:
         how |= Access.STRONG
     if modifiers & {"acquire", "acq_rel", "sc"}:
         how |= Access.ACQUIRE
@@ -104,12 +113,12 @@ def ld(e: Lower, i: Instruction) -> None:
     if len(targets) * size > 32:
         raise e.unsupported(why="more than 32 bytes a lane")
     values = load_bytes(e, addresses, len(targets) * size)
-    _gather(e, values, targets, type_)
+    load_interleaved(e, values, targets, type_)
     if "acquire" in i.modifiers:
         b.line("fence acquire")
 
 
-def _gather(e: Lower, values: Value, targets: Sequence[Operand], type_: str) -> None:
+def load_interleaved(e: Lower, values: Value, targets: Sequence[Operand], type_: str) -> None:
     """Registers from a buffer that has their values lane by lane."""
     b, kind, count = e.b, kind_of(type_), len(targets)
     if kind == "i128":
@@ -183,15 +192,17 @@ def atom(e: Lower, i: Instruction) -> None:
     for part in range(parts):
         values = [e.read(source[part], type_) for source in sources]
         at = b.op("add", addresses, constant(addresses.type, SIZES[type_] * part)) if part else addresses
-        old = _atomic_loop(e, operation, type_, at, values)
+        old = atomic_lanes(e, operation, type_, at, values)
         if returns:
             e.write(targets[part], old, type_)
     if any(order in i.modifiers for order in ("acquire", "acq_rel", "sc")):
         b.line("fence seq_cst")
 
 
-def _atomic_loop(e: Lower, operation: str, type_: str, addresses: Value, values: Sequence[Value]) -> Value:
-    """The old values."""
+def atomic_lanes(
+    e: Lower, operation: str, type_: str, addresses: Value, values: Sequence[Value], mask_bits: Value | None = None
+) -> Value:
+    """An operation lane after lane; gives the old values."""
     b, kind = e.b, kind_of(type_)
     size = SIZES[type_]
     at = e.buffer("i64")
@@ -204,7 +215,7 @@ def _atomic_loop(e: Lower, operation: str, type_: str, addresses: Value, values:
     b.store(constant(vector(kind, WARP), 0) if kind[0] == "i" else Value("zeroinitializer", vector(kind, WARP)), old)
     place = constant("i32", e.place(e.i))
     needs = ALLOCATED if operation == "exch" else ALLOCATED | WRITTEN
-    with e.active(e.mask_bits) as lane:
+    with e.active(mask_bits or e.mask_bits) as lane:
         index = b.cast("zext", lane, "i64")
         address = b.load("i64", b.at(at, index, "i64"), align=8)
         if e.checks:
@@ -221,7 +232,7 @@ def _atomic_loop(e: Lower, operation: str, type_: str, addresses: Value, values:
         operands = [b.load(kind, b.at(each, index, kind), align=1) for each in given]
         before = _atomic(e, operation, type_, pointer, operands)
         b.store(before, b.at(old, index, kind), align=1)
-    watch(e, at, size, Access.READS | Access.WRITES)
+    watch(e, at, size, Access.READS | Access.WRITES, mask_bits)
     return b.load(vector(kind, WARP), old, align=64)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..ir import Builder, Value, constant, element, lanes_of, mangled, vector
@@ -22,6 +22,7 @@ from .core import Lower, lowers, pair, splat_constant
 __all__ = [
     "FORMATS",
     "ROUNDINGS",
+    "extremum",
     "float_arithmetic",
     "float_compare",
     "flush",
@@ -348,7 +349,7 @@ def float_arithmetic(e: Lower, i: Instruction) -> None:
 
     def compute(b: Builder, values: list[Value]) -> Value:
         if i.opcode in ("min", "max"):
-            result = _extremum(b, i, values)
+            result = extremum(b, i.opcode, values, i.modifiers)
         elif i.opcode in ("neg", "abs"):
             result = b.value(values[0].type, f"fneg {values[0]}") if i.opcode == "neg" else b.intrinsic("fabs", *values)
         elif {"approx", "full"} & set(i.modifiers):
@@ -390,21 +391,21 @@ def _is_flushed(e: Lower, operand: Operand) -> bool:
     return isinstance(operand, Register) and operand in e.flushed and e.flushed[operand] == e.env.get(operand)
 
 
-def _extremum(b: Builder, i: Instruction, values: list[Value]) -> Value:
-    """A NaN loses against a number, or wins (``.NaN``); -0 is below +0."""
-    absolute = "abs" in i.modifiers
+def extremum(b: Builder, operation: str, values: list[Value], modifiers: Sequence[str] = ()) -> Value:
+    """``min`` or ``max``. A NaN loses against a number, or wins (``.NaN``); -0 is below +0."""
+    absolute = "abs" in modifiers
     operands = [b.intrinsic("fabs", value) for value in values] if absolute else values
     result = operands[0]
     for other in operands[1:]:
-        first = b.compare("fcmp olt" if i.opcode == "min" else "fcmp ogt", result, other)
-        both = b.op("or" if i.opcode == "min" else "and", words(b, result), words(b, other))  # of equal ones
+        first = b.compare("fcmp olt" if operation == "min" else "fcmp ogt", result, other)
+        both = b.op("or" if operation == "min" else "and", words(b, result), words(b, other))  # of equal ones
         equal = b.compare("fcmp oeq", result, other)
         chosen = b.select(first, result, b.select(equal, as_number(b, both), other))
-        if "NaN" in i.modifiers:
+        if "NaN" in modifiers:
             result = b.select(b.compare("fcmp uno", result, other), number(result, math.nan), chosen)
         else:
             result = b.select(b.compare("fcmp uno", other, other), result, chosen)
-    if "xorsign" in i.modifiers:
+    if "xorsign" in modifiers:
         sign = b.op("and", b.op("xor", *(words(b, value) for value in values)), word(result, FORMATS["f32"].sign))
         result = as_number(b, b.op("or", words(b, result), sign))
     return result
