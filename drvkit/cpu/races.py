@@ -227,8 +227,8 @@ def _cluster_arrive() -> Function:
     """``complete``: it was the last one to arrive in this phase, so nobody waits for the phase before any more."""
     f = Function("void", "drvkit_race_cluster_arrive", grid="ptr", phase="i32", complete="i1", release="i1")
     clocks, number, row = _running(f)
+    clocks.join(_phase_row(f, clocks, f["phase"]), f.select(f["release"], row, clocks.row("fenced", number)))
     with f.when(f["release"]):
-        clocks.join(_phase_row(f, clocks, f["phase"]), row)
         clocks.tick(row, number)
     with f.when(f["complete"]):
         clocks.clear(_phase_row(f, clocks, f.op("add", f["phase"], constant("i32", 1))))

@@ -171,7 +171,7 @@ def test_sums_are_rounded_as_the_accumulator_is(form: Form) -> None:
     allowed = magnitude * depth * 2.0 ** (-53 if form.d == "f64" else -24)
     expected = exact(a, b, c)
     if form.d == "f16":
-        allowed += np.abs(np.spacing(expected.astype(np.float16)).astype(np.float64)) / 2
+        allowed += np.spacing(np.abs(expected).astype(np.float16)).astype(np.float64) / 2
     assert np.all(np.abs(found.astype(np.float64) - expected) <= allowed)
 
 

@@ -42,7 +42,7 @@ class UnsupportedError(PtxError):
 
 
 def lowers(*opcodes: str) -> Callable[[Callable[[Lower, Instruction], None]], Callable[[Lower, Instruction], None]]:
-    """The decorated function writes the IR of these opcodes."""
+    """The decorated function writes the IR of these opcodes; one with a modifier (``st.async``) goes before."""
 
     def register(function: Callable[[Lower, Instruction], None]) -> Callable[[Lower, Instruction], None]:
         for opcode in opcodes:
@@ -301,7 +301,7 @@ class Lower:
             self.go(block.successors[0])
 
     def _lower(self, i: Instruction) -> None:
-        lowering = LOWERINGS.get(i.opcode)
+        lowering = LOWERINGS.get(".".join((i.opcode, *i.modifiers[:1]))) or LOWERINGS.get(i.opcode)
         if lowering is None:
             raise self.unsupported(i)
         lowering(self, i)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from ..flow import callee_of
 from ..ir import Value, constant, vector
 from ..memory import ALLOCATED, WRITTEN
-from ..ptx import Immediate, Instruction, Memory, Negated, Operand, Register, Symbol, Vector
-from ..state import Access, BlockState, Code
-from .access import load_bytes, send, space_of, store_bytes, watch
-from .core import WARP, Lower, lowers
+from ..ptx import SIZES, Immediate, Instruction, Memory, Negated, Operand, Register, Symbol, Vector
+from ..state import SHARED_STRIDE, Access, BlockState, Code
+from .access import _atomic, load_bytes, send, space_of, store_bytes, store_interleaved, watch
+from .core import WARP, Lower, kind_of, lowers, vector_elements
 from .warp import meet_at_barrier, warp_barrier
 
 # Barriers
@@ -77,27 +77,35 @@ def first_lane(e: Lower, operand: Operand) -> Value:
 def _cluster_barrier(e: Lower, i: Instruction) -> None:
     """All warps of the cluster that live arrive; the last one turns the phase."""
     b = e.b
+    meet_at_barrier(e, i)
     leader = b.value("ptr", f"inttoptr {e.block_field('leader')} to ptr")
     phase_place = e._place(leader, BlockState, "cluster_phase", 0)
     if "arrive" in i.modifiers:
+        releases = "relaxed" not in i.modifiers
+        if releases:
+            send(e, i)
         phase = b.load("i32", phase_place, align=4)
-        b.store(phase, e.warp_place("cluster_phase"), align=4)
+        following = b.op("add", phase, constant("i32", 1))
+        b.store(following, e.warp_place("cluster_phase"), align=4)
         arrived_place = e._place(leader, BlockState, "cluster_arrived", 0)
         arrived = b.op("add", b.load("i32", arrived_place, align=4), constant("i32", 1))
         live = b.load("i32", e._place(leader, BlockState, "cluster_live", 0), align=4)
         complete = b.compare("icmp uge", arrived, live)
         b.store(b.select(complete, constant("i32", 0), arrived), arrived_place, align=4)
-        b.store(b.op("add", phase, b.cast("zext", complete, "i32")), phase_place, align=4)
-        stores = b.op("add", e.grid_field("stores"), constant("i64", 1))
-        b.store(stores, e.grid_place("stores"), align=8)
+        b.store(b.select(complete, following, phase), phase_place, align=4)
+        _changed(e)
         if e.raced:
-            releases = constant("i1", int("relaxed" not in i.modifiers))
-            b.call("void", "drvkit_race_cluster_arrive", e.grid, phase, complete, releases)
-    else:
-        waits = b.compare("icmp eq", b.load("i32", phase_place, align=4), e.warp_field("cluster_phase"))
-        e.stay(waits, i)
+            b.call("void", "drvkit_race_cluster_arrive", e.grid, phase, complete, constant("i1", int(releases)))
+    else:  # a warp that has not arrived waits for ever
+        phase = b.op("sub", e.warp_field("cluster_phase"), constant("i32", 1))
+        e.stay(b.compare("icmp ule", b.load("i32", phase_place, align=4), phase), i)
         if e.raced:
-            b.call("void", "drvkit_race_cluster_leave", e.grid, e.warp_field("cluster_phase"))
+            b.call("void", "drvkit_race_cluster_leave", e.grid, phase)
+
+
+def _changed(e: Lower) -> None:
+    """Who polls may find something new."""
+    e.b.store(e.b.op("add", e.grid_field("stores"), constant("i64", 1)), e.grid_place("stores"), align=8)
 
 
 # Fences and dependent launches
@@ -179,22 +187,24 @@ def _known(address: Value | None) -> Value:
     return address
 
 
-# Asynchronous copies
+# Asynchronous copies, stores and reductions
+
+_OPERATIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 
 @lowers("cp")
 def cp(e: Lower, i: Instruction) -> None:
-    """``cp.async`` copies as late as it may: when it is waited for. ``cp.async.bulk`` copies at once."""
+    """``cp.async`` copies as late as it may: when it is waited for. Bulk copies and reductions are done at once."""
     b, modifiers = e.b, i.modifiers
-    if modifiers[0] != "async":
-        raise e.unsupported()
+    if "tensor" in modifiers:
+        raise e.unsupported(why="tensor maps are not executed")
     if e.weak:  # the copy reads memory itself
         b.call("void", "drvkit_fence", e.grid, e.block, constant("i32", 2))
-    if "tensor" in modifiers or "reduce" in modifiers:
-        raise e.unsupported(why="tensor maps and reducing copies are not executed")
-    if modifiers[1] == "bulk":
+    if "bulk" in modifiers:
         _bulk(e, i)
         return
+    if modifiers[0] != "async":
+        raise e.unsupported()
     if modifiers[1] == "commit_group":
         count = b.op("add", e.warp_field("groups_committed"), constant("i32", 1))
         b.store(count, e.warp_place("groups_committed"), align=4)
@@ -205,7 +215,8 @@ def cp(e: Lower, i: Instruction) -> None:
         return
     if modifiers[1] == "mbarrier":
         e.fail_if(b.call("i32", "drvkit_copy_finish", e.grid, e.warp, constant("i32", -1)))
-        _mbarrier_update(e, i.operands[0], "shared", constant("i32", 1), None, "noinc" not in modifiers)
+        at = e.address(i.operands[0], space_of(i))
+        _mbarrier_update(e, at, constant("i32", 1), None, increments="noinc" not in modifiers)
         return
     size = i.operands[2]
     nbytes = size.bits if isinstance(size, Immediate) else 0
@@ -232,30 +243,107 @@ def cp(e: Lower, i: Instruction) -> None:
 def _bulk(e: Lower, i: Instruction) -> None:
     """One run of bytes, by each running lane."""
     b, modifiers = e.b, i.modifiers
-    if modifiers[2] in ("commit_group", "wait_group"):  # it is done already
-        if e.raced and modifiers[2] == "wait_group":
+    form = modifiers[modifiers.index("bulk") + 1 :]
+    if form[0] in ("commit_group", "wait_group"):  # it is done already
+        if e.raced and form[0] == "wait_group":
             b.call("void", "drvkit_race_bulk_wait", e.grid)
         return
-    if modifiers[2] == "prefetch":
+    if form[0] == "prefetch":
         return
-    target_space, source_space = (m.split("::")[0] for m in modifiers[2:4])
+    target_space, source_space = (m.split("::")[0] for m in form[:2])
     targets, sources = e.address(i.operands[0], target_space), e.address(i.operands[1], source_space)
     sizes = e.read(i.operands[2], "u32")
+    barriers = e.address(i.operands[3], "shared") if form[2].startswith("mbarrier") else None
+    if "multicast::cluster" not in form:
+        _runs(e, i, targets, sources, sizes, barriers, e.mask_bits)
+        return
+    assert barriers is not None
+    ranks = b.resize(e.read(i.operands[4], "b16"), "i32")
+    own = constant(targets.type, SHARED_STRIDE - 1)  # where it is in a block's memory, whichever block that is
+    base = b.splat(e.shared_base, WARP)
+    offsets = [b.op("and", b.op("sub", each, base), own) for each in (targets, barriers)]
+    with b.count(e.grid_field("cluster_blocks")) as rank:
+        window = b.op("add", e.shared_base, b.op("mul", b.cast("zext", rank, "i64"), constant("i64", SHARED_STRIDE)))
+        there = [b.op("add", each, b.splat(window, WARP)) for each in offsets]
+        chosen = b.cast("trunc", b.op("lshr", ranks, b.splat(rank, WARP)), "i1")
+        _runs(e, i, there[0], sources, sizes, there[1], b.op("and", b.bits(chosen), e.mask_bits))
+
+
+def _runs(
+    e: Lower, i: Instruction, targets: Value, sources: Value, sizes: Value, barriers: Value | None, mask_bits: Value
+) -> None:
+    """Copies or reductions of these lanes."""
+    b = e.b
     at = [e.buffer("i64", WARP), e.buffer("i64", WARP + 1), e.buffer("i32", WARP)]
     for buffer, value in zip(at, (targets, sources, sizes), strict=True):
         b.store(value, buffer, align=64)
     place = constant("i32", e.place(i))
-    with e.active(e.mask_bits) as lane:
+    with e.active(mask_bits) as lane:
         index = b.cast("zext", lane, "i64")
         target, source = (b.load("i64", b.at(buffer, index, "i64"), align=8) for buffer in at[:2])
         size = b.load("i32", b.at(at[2], index, "i32"), align=4)
-        e.fail_if(b.call("i32", "drvkit_copy_bulk", e.grid, target, source, size, lane, place))
+        if i.modifiers[0] == "reduce":
+            _reduce_run(e, i, target, source, size, lane)
+        elif e.checks:
+            e.fail_if(b.call("i32", "drvkit_copy_bulk", e.grid, target, source, size, lane, place))
+        else:
+            there, here = (b.value("ptr", f"inttoptr {each} to ptr") for each in (target, source))
+            b.call("void", "llvm.memmove.p0.p0.i64", there, here, b.cast("zext", size, "i64"), constant("i1", 0))
+            _changed(e)
         if e.raced:
             e.fail_if(b.call("i32", "drvkit_race_bulk", e.grid, target, source, size, lane, place))
-    if any(m.startswith("mbarrier") for m in modifiers):
-        _mbarrier_update(
-            e, i.operands[3], "shared", constant("i32", 0), b.op("sub", constant(sizes.type, 0), sizes), False
-        )
+    if barriers is not None:
+        done = b.op("sub", constant(sizes.type, 0), sizes)
+        _mbarrier_update(e, barriers, constant("i32", 0), done, mask_bits=mask_bits)
+
+
+def _reduce_run(e: Lower, i: Instruction, target: Value, source: Value, size: Value, lane: Value) -> None:
+    """Element after element, each at once."""
+    b, type_ = e.b, i.types[-1]
+    operation = next(m for m in i.modifiers if m in _OPERATIONS)
+    together = b.op("or", b.op("or", target, source), b.cast("zext", size, "i64"))
+    with b.when(b.compare("icmp ne", b.op("and", together, constant("i64", 15)), constant("i64", 0)), likely=False):
+        e.fault("misaligned", i)
+    if e.checks:
+        how = (lane, constant("i32", e.place(i)), size, constant("i8", ALLOCATED | WRITTEN))
+        for address in (source, target):
+            e.fail_if(b.call("i32", "drvkit_readable", e.grid, address, *how))
+    kind = kind_of(type_)
+    with b.count(b.op("udiv", size, constant("i32", SIZES[type_]))) as number:
+        index = b.cast("zext", number, "i64")
+        there, here = (b.at(b.value("ptr", f"inttoptr {each} to ptr"), index, kind) for each in (target, source))
+        _atomic(e, operation, type_, there, [b.load(kind, here, align=SIZES[type_])])
+    _changed(e)
+
+
+@lowers("st.async", "red.async")
+def asynchronous(e: Lower, i: Instruction) -> None:
+    """Done at once; an mbarrier counts the bytes."""
+    b, type_, reduces = e.b, i.types[-1], i.opcode == "red"
+    target, value, barrier = i.operands
+    parts = [e.read(part, type_) for part in vector_elements(value)]
+    nbytes = SIZES[type_] * len(parts)
+    at, values = e.buffer("i64"), e.buffer(f"[{nbytes} x i8]")
+    b.store(e.address(target, space_of(i)), at, align=64)
+    store_interleaved(e, values, parts)
+    place, size = constant("i32", e.place(i)), constant("i32", nbytes)
+    needs = constant("i8", ALLOCATED | WRITTEN if reduces else ALLOCATED)
+    with e.active(e.mask_bits) as lane:
+        index = b.cast("zext", lane, "i64")
+        address = b.load("i64", b.at(at, index, "i64"), align=8)
+        if e.checks:
+            e.fail_if(b.call("i32", "drvkit_check", e.grid, address, lane, place, size, needs, constant("i8", WRITTEN)))
+        there, here = b.value("ptr", f"inttoptr {address} to ptr"), b.at(values, index, f"[{nbytes} x i8]")
+        if reduces:
+            kind = kind_of(type_)
+            operation = next(m for m in i.modifiers if m in _OPERATIONS)
+            _atomic(e, operation, type_, there, [b.load(kind, here, align=SIZES[type_])])
+        else:
+            b.store(b.load(f"i{8 * nbytes}", here, align=1), there, align=1)
+        if e.raced:  # like a bulk copy, it is nobody's until somebody waits
+            e.fail_if(b.call("i32", "drvkit_race_bulk", e.grid, address, address, size, lane, place))
+    _changed(e)
+    _mbarrier_update(e, e.address(barrier, space_of(i)), constant("i32", 0), constant(vector("i32", WARP), -nbytes))
 
 
 # mbarrier objects: bits 0-19 arrivals to come, 20-39 arrivals of a phase, 40 the phase, 41-63 bytes to come
@@ -284,13 +372,15 @@ def mbarrier(e: Lower, i: Instruction) -> None:
         else:
             count = e.read(rest[1], "u32") if len(rest) > 1 else constant("i32", 1)
         drops = verb == "arrive_drop"
-        old = _mbarrier_update(e, rest[0], space, count, expects, False, drops=drops)
+        if "cluster" in i.modifiers and "relaxed" not in i.modifiers:  # what a block has stored its threads see anyway
+            send(e, i)
+        old = _mbarrier_update(e, e.address(rest[0], space), count, expects, drops=drops)
         e.write(target, old, "b64")
     elif verb in ("expect_tx", "complete_tx"):
         amount = e.read(i.operands[1], "u32")
         if verb == "complete_tx":
             amount = b.op("sub", constant(amount.type, 0), amount)
-        _mbarrier_update(e, i.operands[0], space, constant("i32", 0), amount, False)
+        _mbarrier_update(e, e.address(i.operands[0], space), constant("i32", 0), amount)
     elif verb in ("test_wait", "try_wait"):
         word = b.load(vector("i64", WARP), load_bytes(e, e.address(i.operands[1], space), 8), align=64)
         phase = _phase(e, word)
@@ -320,20 +410,27 @@ def _phase(e: Lower, word: Value) -> Value:
 
 
 def _mbarrier_update(
-    e: Lower, operand: Operand, space: str, count: Value, tx: Value | None, increments: bool, *, drops: bool = False
+    e: Lower,
+    addresses: Value,
+    count: Value,
+    tx: Value | None,
+    *,
+    increments: bool = False,
+    drops: bool = False,
+    mask_bits: Value | None = None,
 ) -> Value:
     """Arrive and expect bytes, lane after lane; gives the words before."""
     b = e.b
     at, counts, bytes_ = e.buffer("i64", WARP), e.buffer("i32", WARP), e.buffer("i32", WARP + 1)
     olds = e.buffer("i64", WARP + 2)
-    b.store(e.address(operand, space), at, align=64)
+    b.store(addresses, at, align=64)
     b.store(b.splat(count, WARP) if count.type == "i32" else count, counts, align=64)
     nothing = constant(vector("i32", WARP), 0)
     amount = nothing if tx is None else tx
     b.store(b.splat(amount, WARP) if amount.type == "i32" else amount, bytes_, align=64)
     b.store(constant(vector("i64", WARP), 0), olds, align=64)
     place = constant("i32", e.place(e.i))
-    with e.active(e.mask_bits) as lane:
+    with e.active(mask_bits or e.mask_bits) as lane:
         index = b.cast("zext", lane, "i64")
         address = b.load("i64", b.at(at, index, "i64"), align=8)
         if e.checks:
@@ -363,7 +460,7 @@ def _mbarrier_update(
         b.store(b.select(complete, turned, word), pointer, align=8)
         if e.raced:
             arrives = b.compare("icmp ne", arrivals, constant("i64", 0))
-            copied = constant("i1", int(e.i.opcode == "cp"))
+            copied = constant("i1", int(e.i.opcode != "mbarrier"))
             b.call("void", "drvkit_race_object_arrive", e.grid, address, arrives, copied, complete)
-    watch(e, at, 8, Access.READS | Access.WRITES | Access.STRONG | Access.APART)
+    watch(e, at, 8, Access.READS | Access.WRITES | Access.STRONG | Access.APART, mask_bits)
     return b.load(vector("i64", WARP), olds, align=64)

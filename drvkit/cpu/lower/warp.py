@@ -42,7 +42,7 @@ def meet(e: Lower, i: Instruction, mask: Operand) -> Value:
     if not everybody:
         outside = b.compare("icmp eq", b.op("and", _spread(b, members), _OWN), constant(_LANES, 0))
         suspect = b.op("or", suspect, b.any(b.op("and", outside, e.mask)))
-    _settle(e, i, suspect, members, EXITED, last=e.flow.last_that_leads_to(e.number))
+    _settle(e, i, suspect, members, EXITED)
     e.gathered = max(e.gathered, int(everybody))
     return members
 
@@ -71,22 +71,15 @@ def _members(e: Lower, mask: Operand) -> Value:
 
 
 def _settle(
-    e: Lower,
-    i: Instruction,
-    suspect: Value,
-    members: Value,
-    ended: int,
-    kind: str = "warp divergence",
-    last: int | None = None,
+    e: Lower, i: Instruction, suspect: Value, members: Value, ended: int, kind: str = "warp divergence"
 ) -> None:
-    """``last``: the last block from which a lane may still come."""
     b = e.b
-    last = e.number if last is None else last
+    last = constant("i32", e.flow.last_that_leads_to(e.number))
     with b.when(suspect, likely=False):
         pc = b.load(_LANES, e.pc_slot, align=128)
         state = b.call(
             "i32", e.helper("members_state", _members_state),
-            pc, _spread(b, members), e.mask_bits, constant("i32", last), constant("i32", ended),
+            pc, _spread(b, members), e.mask_bits, last, constant("i32", ended),
         )  # fmt: skip
         if e.current.instructions[0] is i:
             e.stay(b.compare("icmp eq", state, constant("i32", _WAITS)), i)
