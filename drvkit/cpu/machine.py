@@ -458,12 +458,16 @@ class Machine:
     @contextmanager
     def _as_waiter(self, over: Callable[[], bool]) -> Iterator[Callable[[], None]]:
         me = threading.get_ident()
+        outer = self._waiting.get(me)  # a collected object may wait within a wait
         with _uninterrupted() as interrupted:
             self._waiting[me] = over
             try:
                 yield interrupted
             finally:
-                del self._waiting[me]
+                if outer is None:
+                    del self._waiting[me]
+                else:
+                    self._waiting[me] = outer
 
     def _patience(self) -> float:
         """For how long nothing may change before that is a deadlock: forever, if a thread may be about to act."""
