@@ -123,7 +123,7 @@ def _raw_call(function: Callable[..., None]) -> Callable[..., int]:
 
     def call(*args: int) -> int:
         try:
-            enter(faults=True)
+            enter()
             with machine:
                 function(*args)
             machine.relieve()

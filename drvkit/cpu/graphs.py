@@ -9,13 +9,13 @@ Source: CUDA Driver API, "Graph Management".
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .handles import RefusedError, handles
 from .machine import END, START, TRIGGER, Once, Outcome, Plain, Task, Work, machine
 from .memory import memory
-from .operations import Allocate, Empty, Free, GraphMemory, Operation, Shared
+from .operations import Allocate, Copy, Empty, Free, Launch, Operation, Shared
 from .races import tracker
 
 if TYPE_CHECKING:
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LAUNCH_ORDER",
+    "MOMENTS",
     "PLAIN",
     "PROGRAMMATIC",
+    "PROGRAMMATIC_START",
+    "UPLOAD",
     "Child",
     "Condition",
     "Conditional",
@@ -36,18 +39,19 @@ __all__ = [
     "InstantiateError",
     "Node",
     "UpdateError",
+    "check_port",
 ]
 
 EdgeData = tuple[int, int, int]  # from_port, to_port and type of CUgraphEdgeData
-PLAIN, PROGRAMMATIC, LAUNCH_ORDER = (0, 0, 0), (1, 0, 1), (2, 0, 0)
-_MOMENTS = {PLAIN: END, PROGRAMMATIC: TRIGGER, LAUNCH_ORDER: START}
+PLAIN, PROGRAMMATIC, PROGRAMMATIC_START, LAUNCH_ORDER = (0, 0, 0), (1, 0, 1), (2, 0, 1), (2, 0, 0)
+MOMENTS = {PLAIN: END, PROGRAMMATIC: TRIGGER, PROGRAMMATIC_START: START, LAUNCH_ORDER: START}
 
 IF, WHILE, SWITCH = 0, 1, 2  # CUgraphConditionalNodeType
-AUTO_FREE = 1  # CUgraphInstantiate_flags
+AUTO_FREE, UPLOAD, DEVICE_LAUNCH, NODE_PRIORITY = 1, 2, 4, 8  # CUgraphInstantiate_flags
 
-# What the body of a conditional node may hold, and what can be disabled in an exec.
-_IN_BODIES = ("kernel", "memcpy", "memset", "empty", "graph", "conditional")
-_SWITCHABLE = ("kernel", "memcpy", "memset")
+_WORK = ("kernel", "memcpy", "memset")  # what runs in a context; in an exec it can be disabled
+_DEVICE_LAUNCHED = (*_WORK, "graph")
+_IN_BODIES = (*_DEVICE_LAUNCHED, "empty", "conditional")
 
 
 # ---- definitions ---------------------------------------------------------------------------------------------------
@@ -66,12 +70,12 @@ class Condition(Shared):
 
 
 class Child(Operation):
-    """Another graph, as one node."""
+    """Another graph, as one node: itself, if it was ``moved``, else a clone."""
 
     kind = "graph"
 
-    def __init__(self, device: int, graph: Graph) -> None:
-        self.device, self.graph = device, graph
+    def __init__(self, device: int, graph: Graph, *, moved: bool = False) -> None:
+        self.device, self.graph, self.moved = device, graph, moved
 
     def __str__(self) -> str:
         return "child graph"
@@ -84,6 +88,11 @@ class Conditional(Operation):
 
     def __init__(self, device: int, variety: int, condition: Condition, bodies: tuple[Graph, ...]) -> None:
         self.device, self.variety, self.condition, self.bodies = device, variety, condition, bodies
+
+    def check_update(self, old: Operation) -> str | None:
+        assert isinstance(old, Conditional)
+        same = (self.variety, len(self.bodies)) == (old.variety, len(old.bodies))
+        return None if same else "NOT_SUPPORTED"
 
     def __str__(self) -> str:
         return f"conditional node ({('if', 'while', 'switch')[self.variety]})"
@@ -112,7 +121,8 @@ class EventWait(_EventOperation):
 
 
 class Node:
-    """A node of a graph. ``dependencies`` and ``dependents`` are its edges, in the order in which they were made.
+    """A node of a graph. ``dependencies`` and ``dependents`` are its edges, in the order in which they were made:
+    there is one at most between two nodes, whatever its data.
 
     ``said`` keeps alive what its parameters, once they were asked for, point to; ``name`` is for reports.
     """
@@ -122,8 +132,8 @@ class Node:
     def __init__(self, graph: Graph, operation: Operation) -> None:
         self.graph, self.operation = graph, operation
         self.handle = handles.add(self)
-        self.dependencies: dict[tuple[Node, EdgeData], None] = {}
-        self.dependents: dict[tuple[Node, EdgeData], None] = {}
+        self.dependencies: dict[Node, EdgeData] = {}
+        self.dependents: dict[Node, EdgeData] = {}
         self.said: object = None
         self.name = ""
 
@@ -163,12 +173,23 @@ class Graph:
             for graph in node.graphs:
                 yield from graph.walk()
 
+    def around(self) -> Iterator[Graph]:
+        """It, and the graphs that it is inside of."""
+        graph: Graph | None = self
+        while graph is not None:
+            yield graph
+            graph = graph.owner.graph if graph.owner is not None else None
+
     def edges(self) -> list[tuple[Node, Node, EdgeData]]:
-        return [(node, target, data) for node in self.nodes for target, data in node.dependents]
+        return [(node, target, data) for node in self.nodes for target, data in node.dependents.items()]
 
     def _is_exclusive(self) -> bool:
         """Whether there can be only one exec of it at a time, and no clone."""
-        return any(node.kind in ("conditional", "mem_alloc", "mem_free") for node in self.walk())
+        exclusive = ("conditional", "mem_alloc", "mem_free")
+        return any(node.kind in exclusive or _is_updatable(node.operation) for node in self.walk())
+
+    def _has_memory(self) -> bool:
+        return any(node.kind in ("mem_alloc", "mem_free") for node in self.nodes)
 
     # Changing it
 
@@ -184,8 +205,7 @@ class Graph:
         node = Node(self, operation)
         self.nodes[node] = None
         for source, data in edges:
-            node.dependencies[source, data] = None
-            source.dependents[node, data] = None
+            self.connect(source, node, data)
         if isinstance(operation, Allocate | Free):
             operation.memory.keep()
         for graph in node.graphs:
@@ -201,8 +221,9 @@ class Graph:
     def add_conditional(
         self, device: int, variety: int, condition: int, size: int, edges: Iterable[tuple[Node, EdgeData]]
     ) -> Node:
-        """A node that tests a condition of this graph; its bodies are new graphs."""
-        tested = next((known for known in self.conditions if known.address == condition), None)
+        """A node that tests a condition of this graph, or of one that this is inside of; its bodies are new graphs."""
+        known = (known for graph in self.around() for known in graph.conditions)
+        tested = next((each for each in known if each.address == condition), None)
         most = {IF: 2, WHILE: 1, SWITCH: 1 << 31}.get(variety, 0)
         if tested is None or tested.node is not None or not 0 < size <= most:
             raise RefusedError("INVALID_VALUE")
@@ -217,34 +238,28 @@ class Graph:
 
     def add_child(self, device: int, graph: Graph, edges: Iterable[tuple[Node, EdgeData]], *, move: bool) -> Node:
         """``graph``, or a clone of it, as a node."""
-        if (graph.owner is not None and move) or self._is_inside(graph):
+        if graph in self.around():
             raise RefusedError("INVALID_VALUE")
-        if any(node.kind == "conditional" for node in graph.walk()) or (move and graph.execs):
+        if any(node.kind == "conditional" for node in graph.walk()):
+            raise RefusedError("NOT_SUPPORTED")
+        if move and (graph.owner is not None or graph.execs):
             raise RefusedError("NOT_SUPPORTED")
         inner = graph if move else graph.clone()
         try:
-            return self.add(Child(device, inner), edges)
+            return self.add(Child(device, inner, moved=move), edges)
         except RefusedError:
             if not move:
                 inner.destroy()
             raise
 
-    def _is_inside(self, graph: Graph) -> bool:
-        inner: Graph | None = self
-        while inner is not None:
-            if inner is graph:
-                return True
-            inner = inner.owner.graph if inner.owner is not None else None
-        return False
-
     def remove(self, node: Node) -> None:
         """Take a node out, its edges, and the graphs inside of it."""
-        if any(other.kind in ("mem_alloc", "mem_free") for other in self.nodes):
+        if self._has_memory() or _is_updatable(node.operation):
             raise RefusedError("NOT_SUPPORTED")
-        for source, data in node.dependencies:
-            del source.dependents[node, data]
-        for target, data in node.dependents:
-            del target.dependencies[node, data]
+        for source in node.dependencies:
+            del source.dependents[node]
+        for target in node.dependents:
+            del target.dependencies[node]
         del self.nodes[node]
         self._forget(node)
 
@@ -252,6 +267,8 @@ class Graph:
         handles.drop(node.handle)
         if isinstance(node.operation, Allocate | Free):
             node.operation.memory.let_go()
+        if isinstance(node.operation, Conditional):
+            node.operation.condition.node = None
         for graph in node.graphs:
             graph.destroy()
 
@@ -259,27 +276,35 @@ class Graph:
         if source.graph is not self or target.graph is not self or source is target:
             raise RefusedError("INVALID_VALUE")
         _check_edge(source.kind, target.kind, data)
-        if (target, data) in source.dependents:
+        if target in source.dependents:
             raise RefusedError("INVALID_VALUE")
-        source.dependents[target, data] = None
-        target.dependencies[source, data] = None
+        self.connect(source, target, data)
 
-    def remove_edge(self, source: Node, target: Node, data: EdgeData) -> None:
-        if source.graph is not self or (target, data) not in source.dependents:
+    def connect(self, source: Node, target: Node, data: EdgeData) -> None:
+        """An edge that is known to be allowed."""
+        source.dependents[target] = target.dependencies[source] = data
+
+    def remove_edge(self, source: Node, target: Node) -> None:
+        if source.graph is not self or target not in source.dependents:
             raise RefusedError("INVALID_VALUE")
-        if any(other.kind in ("mem_alloc", "mem_free") for other in self.nodes):
+        if self._has_memory():
             raise RefusedError("NOT_SUPPORTED")
-        del source.dependents[target, data]
-        del target.dependencies[source, data]
+        del source.dependents[target], target.dependencies[source]
 
     def clone(self) -> Graph:
-        if self._is_exclusive():
+        """A copy of it; not of a body, nor of what was moved into its node."""
+        around = self.owner.operation if self.owner is not None else None
+        bound = isinstance(around, Conditional) or (isinstance(around, Child) and around.moved)
+        if bound or self._is_exclusive():
             raise RefusedError("NOT_SUPPORTED")
+        return self._copy()
+
+    def _copy(self) -> Graph:
         copy = Graph()
         for node in self.nodes:
             operation = node.operation
             if isinstance(operation, Child):
-                operation = Child(operation.device, operation.graph.clone())
+                operation = Child(operation.device, operation.graph._copy())
             copy.twins[node] = copy.add(operation)
             copy.twins[node].name = node.name
         for source, target, data in self.edges():
@@ -294,26 +319,45 @@ class Graph:
             condition.let_go()
         self.nodes.clear()
 
-    # The order in which an exec has its nodes
+    # For execs
 
-    def ordered(self) -> list[Node] | None:
-        """Its nodes, each behind those that it waits for; None if there is a circle.
+    @property
+    def exits(self) -> list[Node]:
+        """The nodes that none waits for."""
+        return [node for node in self.nodes if not node.dependents]
 
-        The order follows from the structure and from the order in which nodes and edges were made, so that graphs that
-        were made alike have their nodes in the same places.
-        """
+    def ordered(self) -> list[Node]:
+        """Its nodes, each behind those that it waits for; `InstantiateError` names one of a circle."""
         missing = {node: len(node.dependencies) for node in self.nodes}
         order = [node for node, count in missing.items() if not count]
         for node in order:
-            for target, _ in node.dependents:
+            for target in node.dependents:
                 missing[target] -= 1
                 if not missing[target]:
                     order.append(target)
-        return order if len(order) == len(missing) else None
+        if len(order) < len(missing):
+            node, passed = next(node for node, count in missing.items() if count), set[Node]()
+            while node not in passed:
+                passed.add(node)
+                node = next(source for source in node.dependencies if missing[source])
+            raise InstantiateError(InstantiateError.INVALID_STRUCTURE, node)
+        return order
+
+
+def _is_updatable(operation: Operation) -> bool:
+    return isinstance(operation, Launch) and operation.updatable
 
 
 def _check_edge(source: str, target: str, data: EdgeData) -> None:
-    if data not in _MOMENTS or (data != PLAIN and (source != "kernel" or target != "kernel")):
+    """Only to a kernel an edge can be made programmatic: a capture makes others, too."""
+    check_port(source, data)
+    if data in (PROGRAMMATIC, PROGRAMMATIC_START) and target != "kernel":
+        raise RefusedError("INVALID_VALUE")
+
+
+def check_port(source: str, data: EdgeData) -> None:
+    """Only kernels have ports."""
+    if data not in MOMENTS or (data != PLAIN and source != "kernel"):
         raise RefusedError("INVALID_VALUE")
 
 
@@ -323,10 +367,10 @@ def _check_edge(source: str, target: str, data: EdgeData) -> None:
 class InstantiateError(RefusedError):
     """``result`` is a number of ``CUgraphInstantiateResult``."""
 
-    ERROR, INVALID_STRUCTURE, NODE_OPERATION_NOT_SUPPORTED, _, CONDITIONAL_HANDLE_UNUSED = range(1, 6)
+    INVALID_STRUCTURE, OPERATION_NOT_SUPPORTED, MULTIPLE_CONTEXTS, CONDITIONAL_HANDLE_UNUSED = range(2, 6)
 
-    def __init__(self, code: str, result: int, node: Node | None = None) -> None:
-        super().__init__(code)
+    def __init__(self, result: int, node: Node | None = None) -> None:
+        super().__init__("INVALID_VALUE")
         self.result, self.node = result, node
 
 
@@ -379,14 +423,13 @@ class _Structure:
 
     def __init__(self, graph: Graph, around: _Item | None = None) -> None:
         self.around = around
-        nodes = graph.ordered()
-        if nodes is None:
-            raise InstantiateError("INVALID_VALUE", InstantiateError.INVALID_STRUCTURE)
-        self.nodes: tuple[Node, ...] = tuple(nodes)
-        places = {node: place for place, node in enumerate(nodes)}
+        self.nodes = tuple(graph.ordered())
+        places = {node: place for place, node in enumerate(self.nodes)}
         self.items = [
-            _Item(self, node, tuple((places[source], data) for source, data in node.dependencies)) for node in nodes
+            _Item(self, node, tuple((places[source], data) for source, data in node.dependencies.items()))
+            for node in self.nodes
         ]
+        self.exits = [places[node] for node in graph.exits]
         self._steps: tuple[Step, ...] | None = None
 
     def changed(self) -> None:
@@ -408,7 +451,7 @@ class _Structure:
             steps: list[Step] = []
             ends: list[int] = []  # where each item ends
             for item in self.items:
-                edges = tuple((len(steps) - ends[place], _MOMENTS[data]) for place, data in item.edges)
+                edges = tuple((len(steps) - ends[place], MOMENTS[data]) for place, data in item.edges)
                 operation = item.operation
                 if isinstance(operation, Child):
                     steps.append(Step(Empty(operation.device), edges))
@@ -425,20 +468,13 @@ class _Structure:
 
     def match(self, graph: Graph) -> list[tuple[_Item, Operation]]:
         """What to replace by what, to have the parameters of ``graph``; `UpdateError` if it is another structure."""
-        nodes = graph.ordered()
-        if nodes is None or len(nodes) != len(self.items):
-            extra = nodes[len(self.items)] if nodes and len(nodes) > len(self.items) else None
-            raise UpdateError("TOPOLOGY_CHANGED", extra)
-        places = {node: place for place, node in enumerate(nodes)}
-        for node, item in zip(nodes, self.items, strict=True):
-            edges = {(places[source], data) for source, data in node.dependencies}
-            if edges != set(item.edges):
-                raise UpdateError("TOPOLOGY_CHANGED", node)
         changes: list[tuple[_Item, Operation]] = []
-        for node, item in zip(nodes, self.items, strict=True):
+        for node, place in self._pair(graph).items():
+            item = self.items[place]
             if node.kind != item.operation.kind:
                 raise UpdateError("NODE_TYPE_CHANGED", node)
-            why = _refusal(node.operation, item.operation)
+            updatable = _is_updatable(node.operation) or _is_updatable(item.operation)
+            why = "NOT_SUPPORTED" if updatable else node.operation.check_update(item.operation)
             if why is not None:
                 raise UpdateError(why, node)
             changes.append((item, node.operation))
@@ -446,12 +482,29 @@ class _Structure:
                 changes += structure.match(inner)
         return changes
 
-
-def _refusal(new: Operation, old: Operation) -> str | None:
-    if isinstance(new, Conditional) and isinstance(old, Conditional):
-        same = (new.variety, len(new.bodies)) == (old.variety, len(old.bodies))
-        return None if same else "PARAMETERS_CHANGED"
-    return new.check_update(old)
+    def _pair(self, graph: Graph) -> dict[Node, int]:
+        """The place of the item for each node: exits are paired in their order, and from there on backwards what two
+        wait for, in the order of their edges."""
+        exits = graph.exits
+        if len(graph.nodes) != len(self.items):
+            raise UpdateError("TOPOLOGY_CHANGED")
+        if len(exits) > len(self.exits):
+            raise UpdateError("TOPOLOGY_CHANGED", exits[0])
+        places = dict(zip(exits, self.exits, strict=False))
+        nodes = {place: node for node, place in places.items()}
+        for node in exits:  # and what is appended
+            edges = self.items[places[node]].edges
+            if len(node.dependencies) != len(edges):
+                raise UpdateError("TOPOLOGY_CHANGED", node)
+            for (source, data), (place, known_data) in zip(node.dependencies.items(), edges, strict=True):
+                if source not in places and place not in nodes:
+                    places[source], nodes[place] = place, source
+                    exits.append(source)
+                if data != known_data or places.get(source) != place:
+                    raise UpdateError("TOPOLOGY_CHANGED", node, source)
+        if len(places) < len(self.items):  # in a circle
+            raise UpdateError("TOPOLOGY_CHANGED")
+        return places
 
 
 def _framed(steps: tuple[Step, ...], device: int) -> list[Step]:
@@ -471,25 +524,37 @@ class Exec:
     """
 
     def __init__(self, graph: Graph, flags: int = 0) -> None:
+        if flags & ~(AUTO_FREE | UPLOAD | DEVICE_LAUNCH | NODE_PRIORITY):
+            raise RefusedError("INVALID_VALUE")
+        if flags & AUTO_FREE and flags & DEVICE_LAUNCH:
+            raise RefusedError("INVALID_VALUE")
         if graph.owner is not None:
-            raise InstantiateError("INVALID_VALUE", InstantiateError.ERROR)
+            raise RefusedError("NOT_SUPPORTED")
         self._structure = _Structure(graph)
-        self._conditions = _check_conditions(graph)
+        _check_conditions(graph)
         for node in graph.walk():
             if node.kind == "conditional":
-                _check_bodies(node)
+                for body in node.graphs:
+                    _check_device_side(body, node.operation.device, _IN_BODIES)
+        if flags & DEVICE_LAUNCH:
+            devices = [node.operation.device for node in graph.walk() if node.kind in _WORK]
+            _check_device_side(graph, devices[0] if devices else 0, _DEVICE_LAUNCHED)
+            if not devices:
+                raise RefusedError("INVALID_VALUE")
         if graph._is_exclusive() and graph.execs:
-            raise InstantiateError("NOT_SUPPORTED", InstantiateError.ERROR)
+            raise RefusedError("NOT_SUPPORTED")
         self.flags, self.graph = flags, graph
         self.last: Work | None = None
         self._items: Mapping[Node, _Item] = dict(self._structure.walk())
-        self._memory: list[GraphMemory] = [
-            node.operation.memory for node in self._items if isinstance(node.operation, Allocate | Free)
-        ]
-        for shared in (*self._conditions, *self._memory):
+        for shared in self._shared():
             shared.keep()
         graph.execs += 1
         self.handle = handles.add(self)
+
+    def _shared(self) -> Iterator[Shared]:
+        """What must be there as long as it is."""
+        for item in self._items.values():
+            yield from _shared_by(item.operation)
 
     # Changing it
 
@@ -511,11 +576,7 @@ class Exec:
         item = self.item(node)
         if not isinstance(item.operation, Child):
             raise RefusedError("INVALID_VALUE")
-        try:
-            changes = item.inside[0].match(graph)
-        except UpdateError:
-            raise RefusedError("INVALID_VALUE") from None
-        self._apply(changes)
+        self._apply(item.inside[0].match(graph))
 
     def enable(self, node: Node, enabled: bool) -> None:
         item = self._switchable(node)
@@ -527,7 +588,7 @@ class Exec:
 
     def _switchable(self, node: Node) -> _Item:
         item = self.item(node)
-        if item.operation.kind not in _SWITCHABLE:
+        if item.operation.kind not in _WORK:
             raise RefusedError("INVALID_VALUE")
         return item
 
@@ -536,13 +597,12 @@ class Exec:
         self._apply(self._structure.match(graph))
 
     def _apply(self, changes: list[tuple[_Item, Operation]]) -> None:
+        replaced = [shared for item, _ in changes for shared in _shared_by(item.operation)]
         for item, operation in changes:
-            if isinstance(operation, Conditional) and isinstance(item.operation, Conditional):
-                operation.condition.keep()
-                self._conditions.remove(item.operation.condition)
-                self._conditions.append(operation.condition)
-                item.operation.condition.let_go()
+            for shared in _shared_by(operation):
+                shared.keep()
             item.put(operation)
+        self._let_go(replaced)
 
     # Launching it
 
@@ -557,7 +617,8 @@ class Exec:
                 if mark is not None and mark.work is not None:
                     waits[place] = mark.work
         records: dict[int, Work] = {}
-        work.task = _Replay(work, steps, waits, records, [(c.address, c.default) for c in self._conditions])
+        defaults = [(known.address, known.default) for known in self._shared() if isinstance(known, Condition)]
+        work.task = _Replay(work, steps, waits, records, defaults)
         work.after(self.last)
         for place, step in enumerate(steps):
             if isinstance(step.operation, EventRecord):
@@ -584,32 +645,45 @@ class Exec:
         """It goes when its last launch is done."""
         handles.drop(self.handle)
         self.graph.execs -= 1
-        work = Work("end of an exec", 0 if self.last is None else self.last.device, lambda _: Once(self._release))
-        work.after(self.last)
-        if work.blocked:
-            machine.submit(work)
+        self._let_go(list(self._shared()))
+
+    def _let_go(self, things: Sequence[Shared]) -> None:
+        """When the launches so far are done."""
+
+        def let_go() -> None:
+            for shared in things:
+                shared.let_go()
+
+        if not things or self.last is None or self.last.over:
+            let_go()
         else:
-            self._release()
-
-    def _release(self) -> None:
-        for shared in (*self._conditions, *self._memory):
-            shared.let_go()
+            work = Work("end of what an exec had", self.last.device, lambda _: Once(let_go))
+            work.after(self.last)
+            machine.submit(work)
 
 
-def _check_conditions(graph: Graph) -> list[Condition]:
-    """All conditions inside of a graph, each of which must be tested."""
+def _shared_by(operation: Operation) -> tuple[Shared, ...]:
+    if isinstance(operation, Allocate | Free):
+        return (operation.memory,)
+    return (operation.condition,) if isinstance(operation, Conditional) else ()
+
+
+def _check_conditions(graph: Graph) -> None:
+    """All conditions inside of a graph must be tested."""
     graphs = [graph, *(inner for node in graph.walk() for inner in node.graphs)]
-    conditions = [condition for each in graphs for condition in each.conditions]
-    if any(condition.node is None for condition in conditions):
-        raise InstantiateError("INVALID_VALUE", InstantiateError.CONDITIONAL_HANDLE_UNUSED)
-    return conditions
+    if any(condition.node is None for each in graphs for condition in each.conditions):
+        raise InstantiateError(InstantiateError.CONDITIONAL_HANDLE_UNUSED)
 
 
-def _check_bodies(node: Node) -> None:
-    for body in node.graphs:
-        for inner in body.walk():
-            if inner.kind not in _IN_BODIES:
-                raise InstantiateError("INVALID_VALUE", InstantiateError.NODE_OPERATION_NOT_SUPPORTED, inner)
+def _check_device_side(graph: Graph, device: int, kinds: Sequence[str]) -> None:
+    """What no host takes part in is all in one context, and ordinary host memory is in none."""
+    for node in graph.walk():
+        operation = node.operation
+        if operation.kind not in kinds:
+            raise InstantiateError(InstantiateError.OPERATION_NOT_SUPPORTED, node)
+        pageable = isinstance(operation, Copy) and None in operation.devices
+        if pageable or (operation.kind in _WORK and operation.device != device):
+            raise InstantiateError(InstantiateError.MULTIPLE_CONTEXTS, node)
 
 
 # ---- launches ------------------------------------------------------------------------------------------------------

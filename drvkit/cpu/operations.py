@@ -15,12 +15,13 @@ from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 from .fault import Fault
-from .handles import RefusedError
+from .handles import RefusedError, handles
 from .machine import Once, Outcome, Plain, Task, Work, machine
-from .memory import memory
-from .program import Function, Program
+from .memory import PAGE, memory
+from .program import Function, Program, load
 
 __all__ = [
+    "WAIT",
     "Act",
     "Allocate",
     "Attribute",
@@ -32,6 +33,8 @@ __all__ = [
     "HostCall",
     "Kernel",
     "Launch",
+    "Library",
+    "LibraryKernel",
     "MemOp",
     "MemOps",
     "Module",
@@ -63,22 +66,85 @@ class Operation:
 
 @dataclass(eq=False)
 class Module:
-    """A loaded image."""
+    """A loaded image. One that is of a library is unloaded with that alone."""
 
-    handle: int
     device: int
     program: Program
+    of_library: bool = False
     kernels: dict[str, Kernel] = field(default_factory=dict)
     closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.handle = handles.add(self)
+
+    def kernel(self, name: str) -> Kernel:
+        if name not in self.program.functions:
+            raise RefusedError("NOT_FOUND")
+        if name not in self.kernels:
+            self.kernels[name] = Kernel(self, self.program.functions[name])
+        return self.kernels[name]
+
+    def unload(self) -> None:
+        handles.drop(self.handle)
+        for kernel in self.kernels.values():
+            handles.drop(kernel.handle)
+        self.closed = True
+        self.program.unload()
 
 
 @dataclass(eq=False)
 class Kernel:
     """A function of a module."""
 
-    handle: int
     module: Module
     function: Function
+
+    def __post_init__(self) -> None:
+        self.handle = handles.add(self)
+
+
+class Library:
+    """An image of which each device has a module of its own, from its first use there on."""
+
+    def __init__(self, image: bytes, device: int) -> None:
+        self._image = image
+        self.modules: dict[int, Module] = {}
+        self._names = self.on(device).program.functions.keys()
+        self._kernels: dict[str, LibraryKernel] = {}
+        self.handle = handles.add(self)
+
+    def on(self, device: int) -> Module:
+        if device not in self.modules:
+            self.modules[device] = Module(device, load(self._image), of_library=True)
+        return self.modules[device]
+
+    def kernel(self, name: str) -> LibraryKernel:
+        if name not in self._names:
+            raise RefusedError("NOT_FOUND")
+        if name not in self._kernels:
+            self._kernels[name] = LibraryKernel(self, name)
+        return self._kernels[name]
+
+    def unload(self) -> None:
+        handles.drop(self.handle)
+        for kernel in self._kernels.values():
+            handles.drop(kernel.handle)
+        for module in self.modules.values():
+            module.unload()
+
+
+@dataclass(eq=False)
+class LibraryKernel:
+    """What the functions of one name are in the modules of a library."""
+
+    library: Library
+    name: str
+
+    def __post_init__(self) -> None:
+        self.handle = handles.add(self)
+
+    def on(self, device: int) -> Kernel:
+        return self.library.on(device).kernel(self.name)
 
 
 class Attribute:
@@ -100,11 +166,12 @@ Dim3 = tuple[int, int, int]
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BLOCK = (1024, 1024, 64)
 MULTIPROCESSORS = 132
+REGISTERS = 65536  # of a multiprocessor
 SHARED_PER_MULTIPROCESSOR = 228 * 1024
 SHARED_PER_BLOCK = 227 * 1024
 SHARED_WITHOUT_ASKING = 48 * 1024
 RESERVED_SHARED = 1024
-LARGEST_CLUSTER = 8
+LARGEST_CLUSTER, LARGEST_NON_PORTABLE_CLUSTER = 8, 16
 
 
 class Launch(Operation):
@@ -135,11 +202,20 @@ class Launch(Operation):
         raw = self.attributes.get(attribute)
         return 0 if raw is None else int(struct.unpack_from("=i", raw, at)[0])
 
+    def _extents(self, attribute: int) -> Dim3 | None:
+        """None where all of them are 0, too: that is as if it were not given."""
+        raw = self.attributes.get(attribute)
+        x, y, z = struct.unpack_from("=3I", raw) if raw is not None else (0, 0, 0)
+        return (x, y, z) if x or y or z else None
+
     @property
     def cluster(self) -> Dim3:
-        raw = self.attributes.get(Attribute.CLUSTER_DIMENSION)
-        x, y, z = struct.unpack_from("=3I", raw) if raw is not None else (0, 0, 0)
-        return (x, y, z) if x else self.kernel.function.cluster or (1, 1, 1)
+        return self._extents(Attribute.CLUSTER_DIMENSION) or self.kernel.function.cluster or (1, 1, 1)
+
+    @property
+    def updatable(self) -> bool:
+        """Whether kernels may change it, as a node of a graph."""
+        return bool(self.attributes) and self.integer(Attribute.DEVICE_UPDATABLE_KERNEL_NODE) != 0
 
     @property
     def cooperative(self) -> bool:
@@ -157,15 +233,26 @@ class Launch(Operation):
             raise RefusedError("INVALID_VALUE")
         if not self.attributes and function.cluster is None:
             return
-        cluster = self.cluster
-        if 0 in cluster or any(n % c for n, c in zip(self.grid, cluster, strict=True)):
-            raise RefusedError("INVALID_CLUSTER_SIZE")
-        if cluster[0] * cluster[1] * cluster[2] > LARGEST_CLUSTER:
-            raise RefusedError("INVALID_CLUSTER_SIZE")
+        self._check_clusters()
         if self.cooperative:
             x, y, z = self.grid
             if x * y * z > MULTIPROCESSORS * blocks_per_multiprocessor(function, threads, self.shared):
                 raise RefusedError("COOPERATIVE_LAUNCH_TOO_LARGE")
+
+    def _check_clusters(self) -> None:
+        """A preferred cluster is made of clusters, side by side; whether there is one is the device's choice."""
+        cluster, preferred = self.cluster, self._extents(Attribute.PREFERRED_CLUSTER_DIMENSION)
+        non_portable = self.kernel.function.settings["NON_PORTABLE_CLUSTER_SIZE_ALLOWED"]
+        most = LARGEST_NON_PORTABLE_CLUSTER if non_portable else LARGEST_CLUSTER
+
+        def divides(whole: Dim3, part: Dim3) -> bool:
+            return all(p and n % p == 0 for n, p in zip(whole, part, strict=True))
+
+        for extents in (cluster,) if preferred is None else (cluster, preferred):
+            if not divides(self.grid, extents) or extents[0] * extents[1] * extents[2] > most:
+                raise RefusedError("INVALID_CLUSTER_SIZE")
+        if preferred is not None and not (divides(preferred, cluster) and preferred[2] == cluster[2]):
+            raise RefusedError("INVALID_CLUSTER_SIZE")
 
     def begin(self, work: Work) -> Task | None:
         kernel = self.kernel
@@ -193,14 +280,17 @@ class Launch(Operation):
 
 
 def blocks_per_multiprocessor(function: Function, threads: int, shared: int) -> int:
-    """How many blocks are resident at a time on a multiprocessor like those of compute capability 9.0."""
-    if not 0 < threads <= function.max_threads or shared > SHARED_PER_BLOCK - function.shared_bytes:
+    """How many blocks are resident at a time on a multiprocessor of compute capability 9.0.
+
+    Shared memory counts as far as the kernel may ask for it; how many threads it was compiled for does not.
+    """
+    if not 0 < threads <= MAX_BLOCK[0] or shared > function.max_dynamic_shared:
         return 0
     warps = -(-threads // 32)
-    registers: int = -(-function.registers * 32 // 256) * 256 * warps
+    registers: int = -(-function.registers * 32 // 256) * 256  # of a warp, which lie in one of four files
     used: int = function.shared_bytes + shared
     by_shared = SHARED_PER_MULTIPROCESSOR // (-(-used // 128) * 128 + RESERVED_SHARED)
-    return min(32, 64 // warps, 65536 // max(registers, 1), by_shared)
+    return min(32, 64 // warps, 4 * (REGISTERS // 4 // registers) // warps, by_shared)
 
 
 # Copies and fills
@@ -224,12 +314,10 @@ class Side(NamedTuple):
 HOST, DEVICE, ARRAY, UNIFIED = 1, 2, 3, 4  # CUmemorytype
 
 
-def memory_of(address: int) -> tuple[str, int]:
-    """What kind of memory an address is in, as far as an exec cannot change it, and the device."""
+def device_of(address: int) -> int | None:
+    """The device in whose context memory was allocated, pinned memory too; None for ordinary host memory."""
     allocation = memory.find(address) if address in memory else None
-    if allocation is None:
-        return "host", 0
-    return ("pinned", 0) if allocation.kind == "pinned" else ("device", allocation.device)
+    return None if allocation is None else allocation.device
 
 
 @dataclass(frozen=True)
@@ -257,6 +345,11 @@ class Copy(Operation):
                 check_range(side.row(0, 0), 1, on_host=side.memory_type == HOST)
                 check_range(side.row(self.depth - 1, self.height - 1) + self.width - 1, 1, side.memory_type == HOST)
 
+    @property
+    def devices(self) -> tuple[int | None, int | None]:
+        """Whose memory the target and the source are, as `device_of` says."""
+        return device_of(self.target.row(0, 0)), device_of(self.source.row(0, 0))
+
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """Bytes that lie together on both sides: target, source, how many."""
         to, from_ = self.target, self.source
@@ -281,8 +374,7 @@ class Copy(Operation):
         assert isinstance(old, Copy)
         if max(self.height, self.depth, old.height, old.depth) > 1:
             return "PARAMETERS_CHANGED"
-        places = [memory_of(side.row(0, 0)) for copy in (self, old) for side in (copy.target, copy.source)]
-        return None if places[:2] == places[2:] else "PARAMETERS_CHANGED"
+        return None if self.devices == old.devices else "PARAMETERS_CHANGED"
 
     def __str__(self) -> str:
         size = "x".join(str(n) for n in (self.width, self.height, self.depth)[: 3 if self.depth > 1 else 2])
@@ -297,6 +389,8 @@ def check_range(address: int, nbytes: int, on_host: bool = False) -> None:
         return
     allocation = memory.find(address)
     if allocation is None or allocation.freed or address + nbytes > allocation.address + allocation.nbytes:
+        raise RefusedError("INVALID_VALUE")
+    if allocation.kind == "mapped" and not memory.allows(address):  # memory of a graph may be touched later
         raise RefusedError("INVALID_VALUE")
 
 
@@ -340,7 +434,7 @@ class Fill(Operation):
         assert isinstance(old, Fill)
         boxes = [(fill.element, fill.width, fill.height, fill.pitch) for fill in (self, old)]
         same = boxes[0] == boxes[1] or max(self.height, old.height) == 1
-        return None if same and memory_of(self.address) == memory_of(old.address) else "PARAMETERS_CHANGED"
+        return None if same and device_of(self.address) == device_of(old.address) else "PARAMETERS_CHANGED"
 
     def __str__(self) -> str:
         return f"fill of {self.width}x{self.height} elements of {self.element} bytes at {self.address:#x}"
@@ -402,11 +496,16 @@ class _Calling(Plain):
 
 # CUstreamBatchMemOpType
 WAIT, WRITE = {1: 4, 4: 8}, {2: 4, 5: 8}  # with the bytes of the integer
-ORDER = (3, 6)  # flush of remote writes, barrier
+BARRIER = 6
+
+MOST_OPS = 255  # of a batch
+
+
+_FLUSH_FIRST = 1 << 30  # CUstreamWaitValue_flags; the lowest two bits say how to compare
 
 
 class MemOp(NamedTuple):
-    """A wait for, or a write of, an integer; other kinds order what is in order here anyway."""
+    """A wait for, or a write of, an integer; or a barrier, for what is in order here anyway."""
 
     operation: int  # CUstreamBatchMemOpType
     address: int
@@ -414,10 +513,16 @@ class MemOp(NamedTuple):
     flags: int
 
     def check(self) -> None:
-        if self.operation in ORDER:
+        waits = self.operation in WAIT
+        flags = 3 | _FLUSH_FIRST if waits else 1 if self.operation == BARRIER else 0
+        if self.flags & ~flags:
+            raise RefusedError("INVALID_VALUE")
+        if self.flags & _FLUSH_FIRST:  # as CAN_FLUSH_REMOTE_WRITES says
+            raise RefusedError("NOT_SUPPORTED")
+        if self.operation == BARRIER:
             return
         nbytes = self.nbytes
-        if nbytes is None:
+        if nbytes is None:  # a flush of remote writes, among others
             raise RefusedError("NOT_SUPPORTED")
         if self.address % nbytes:
             raise RefusedError("INVALID_VALUE")
@@ -464,7 +569,7 @@ class MemOps(Operation):
     flags: int = 0
 
     def check(self) -> None:
-        if not self.ops or len(self.ops) > 256 or self.flags:
+        if len(self.ops) > MOST_OPS or self.flags:
             raise RefusedError("INVALID_VALUE")
         for op in self.ops:
             op.check()
@@ -538,7 +643,7 @@ class GraphMemory(Shared):
 
     def __init__(self, device: int, nbytes: int, forget: Callable[[int], object]) -> None:
         self.device, self.nbytes, self._forget = device, nbytes, forget
-        self.address = memory.allocate(nbytes, "graph", device).address
+        self.address = memory.allocate(nbytes, "graph", device, align=PAGE).address
         self.held = False
         memory.allow(self.address, nbytes, False)
 
@@ -566,6 +671,10 @@ class GraphMemory(Shared):
         self._forget(self.address)
 
 
+def _check_memory(new: GraphMemory, old: GraphMemory) -> str | None:
+    return None if (new.device, new.nbytes) == (old.device, old.nbytes) else "PARAMETERS_CHANGED"
+
+
 @dataclass(frozen=True)
 class Allocate(Operation):
     kind = "mem_alloc"
@@ -580,7 +689,8 @@ class Allocate(Operation):
         return Once(self.memory.open)
 
     def check_update(self, old: Operation) -> str | None:
-        return None if self == old else "NOT_SUPPORTED"
+        assert isinstance(old, Allocate)
+        return _check_memory(self.memory, old.memory)
 
     def __str__(self) -> str:
         return f"allocation of {self.memory.nbytes} bytes at {self.memory.address:#x}"
@@ -600,7 +710,8 @@ class Free(Operation):
         return Once(self.memory.shut)
 
     def check_update(self, old: Operation) -> str | None:
-        return None if self == old else "NOT_SUPPORTED"
+        assert isinstance(old, Free)
+        return _check_memory(self.memory, old.memory)
 
     def __str__(self) -> str:
         return f"end of the memory at {self.memory.address:#x}"

@@ -57,6 +57,7 @@ class Program:
     """A PTX text, compiled for this processor as its functions are used.
 
     Attributes:
+        target: the architecture that the text is for: 90.
         functions: the kernels by name.
         variables: address and bytes of each ``__device__`` and ``__constant__`` variable.
     """
@@ -70,7 +71,8 @@ class Program:
         target = re.match(r"sm_(\d+)", self.ptx.target)
         if target is None or int(target[1]) > 90:
             why = f"PTX for {self.ptx.target}: the CPU device executes PTX of up to sm_90"
-            raise ImageError("CUDA_ERROR_NO_BINARY_FOR_GPU", why)
+            raise ImageError("CUDA_ERROR_INVALID_PTX", why)
+        self.target = int(target[1])
         self.allocations: list[Allocation] = []
         self.variables: dict[str, tuple[int, int]] = {}
         self.functions: dict[str, Function] = {}
@@ -119,6 +121,7 @@ class Function:
 
     Attributes:
         max_dynamic_shared: what a launch may ask for; can be set.
+        settings: other attributes that can be set, as ``CUfunction_attribute`` calls them.
     """
 
     def __init__(self, program: Program, ptx: PtxFunction) -> None:
@@ -145,6 +148,11 @@ class Function:
             self.compiled, self._ir = _lower(program.ptx, ptx, program.mode)
         self.spare: list[Any] = []  # slots of earlier launches
         self.max_dynamic_shared = max(0, DEFAULT_SHARED_BYTES - self.shared_bytes)
+        self.settings = {
+            "PREFERRED_SHARED_MEMORY_CARVEOUT": -1,
+            "NON_PORTABLE_CLUSTER_SIZE_ALLOWED": 0,
+            "CLUSTER_SCHEDULING_POLICY_PREFERENCE": 0,
+        }
 
     parameters = property(lambda self: self.compiled.parameters)
     params_bytes = property(lambda self: self.compiled.params_bytes)
@@ -231,6 +239,9 @@ def _lower(module: Module, ptx: PtxFunction, mode: str) -> tuple[Compiled, str]:
     return compiled, ir
 
 
+NEWEST_VERSION = (9, 0)  # of the PTX ISA in CUDA 13.0
+_VERSION = re.compile(r"(?>\s+|//[^\n]*|/\*.*?\*/)*+\.version\s+(\d+)\.(\d+)\b", re.DOTALL)
+
 MODES = ("checked", "unchecked", "explored", "raced")
 
 
@@ -250,7 +261,13 @@ def load(data: bytes, name: str = "", *, mode: str | None = None) -> Program:
     try:
         text = data.rstrip(b"\0").decode()
     except UnicodeDecodeError:
-        raise ImageError("CUDA_ERROR_INVALID_IMAGE", "neither PTX nor anything else that is known") from None
+        text = ""
+    first = _VERSION.match(text)
+    if first is None:
+        raise ImageError("CUDA_ERROR_INVALID_IMAGE", "neither PTX, which begins with .version, nor GPU code")
+    if (int(first[1]), int(first[2])) > NEWEST_VERSION:
+        why = f"PTX ISA {first[1]}.{first[2]}, where a driver of CUDA 13.0 knows 9.0"
+        raise ImageError("CUDA_ERROR_UNSUPPORTED_PTX_VERSION", why)
     if mode == "raced":
         from .races import tracker
 

@@ -170,7 +170,7 @@ REFUSED: list[tuple[str, Callable[[Place], Any], str]] = [
     ("module", lambda p: cpu.cuModuleGetFunction(cpu.CUmodule(5), b"store"), "INVALID_HANDLE"),
     ("function", lambda p: cpu.cuModuleGetFunction(p.module, b"nope"), "NOT_FOUND"),
     ("variable", lambda p: cpu.cuModuleGetGlobal(p.module, b"nope"), "NOT_FOUND"),
-    ("image", lambda p: cpu.cuModuleLoadData(b"nonsense\0"), "INVALID_PTX"),
+    ("image", lambda p: cpu.cuModuleLoadData(b"nonsense\0"), "INVALID_IMAGE"),
     ("cubin", lambda p: cpu.cuModuleLoadData(b"\x7fELF" + bytes(100)), "NO_BINARY_FOR_GPU"),
     ("file", lambda p: cpu.cuModuleLoad(b"/no/such/file"), "FILE_NOT_FOUND"),
     ("graph", lambda p: cpu.cuGraphInstantiate(cpu.CUgraph(5), 0), "INVALID_VALUE"),
@@ -212,6 +212,23 @@ def test_what_is_wrong_is_refused_at_the_call(
     assert code(call(place)) == refusal
     place.launch("store", int(place.memory), 5)
     assert place.read() == [5], "what is right still works"
+
+
+@pytest.mark.parametrize("kind", ["2D", "3D"])
+def test_rows_of_a_copy_without_a_pitch_lie_together(place: Place, kind: str) -> None:
+    host, device = cpu.CUmemorytype.CU_MEMORYTYPE_HOST, cpu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    driver.cuMemcpyHtoD(place.memory, np.arange(32, dtype=np.uint32), 128)
+    taken = np.zeros((4, 2), np.uint32)
+    params = getattr(cpu, f"CUDA_MEMCPY{kind}")()
+    params.WidthInBytes, params.Height = 8, 4
+    params.srcMemoryType, params.srcDevice, params.srcPitch, params.srcY = device, place.memory, 32, 0
+    params.dstMemoryType, params.dstHost = host, taken.ctypes.data
+    if kind == "3D":
+        params.Depth = 1
+    getattr(driver, f"cuMemcpy{kind}")(params)
+    assert taken.tolist() == [[8 * row, 8 * row + 1] for row in range(4)]
+    params.dstPitch = 4
+    assert code(getattr(cpu, f"cuMemcpy{kind}")(params)) == "INVALID_VALUE"
 
 
 def test_what_was_destroyed_is_known_no_more(place: Place) -> None:

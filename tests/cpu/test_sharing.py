@@ -132,7 +132,6 @@ def test_what_does_not_fit_is_refused() -> None:
         cpu.cuMemCreate(2 * MiB + 1, properties(), 0),
         cpu.cuMemCreate(0, properties(), 0),
         cpu.cuMemAddressReserve(MiB, 0, 0, 0),
-        cpu.cuMemMap(address, 4 * MiB, 0, handle, 0),
         cpu.cuMemMap(at(address, MiB), 2 * MiB, 0, handle, 0),
         cpu.cuMemMap(at(address, 8 * MiB), 2 * MiB, 0, handle, 0),
         cpu.cuMemSetAccess(address, 2 * MiB, access(0), 1),
@@ -144,6 +143,13 @@ def test_what_does_not_fit_is_refused() -> None:
     driver.cuMemMap(address, 2 * MiB, 0, handle, 0)
     wrong = [cpu.cuMemMap(address, 2 * MiB, 0, handle, 0), cpu.cuMemAddressFree(address, 8 * MiB)]
     assert [code(result) for result in wrong] == ["INVALID_VALUE"] * 2
+    assert code(cpu.cuMemsetD8(address, 0, 1)) == "INVALID_VALUE", "nobody may touch it yet"
+    larger = driver.cuMemCreate(4 * MiB, properties(), 0)
+    assert code(cpu.cuMemMap(at(address, 6 * MiB), 4 * MiB, 0, larger, 0)) == "INVALID_VALUE", "past the end"
+    parts = [(address, 2 * MiB, 0), (at(address, 4 * MiB), 2 * MiB, 2 * MiB), (at(address, 2 * MiB), 6 * MiB, 0)]
+    wrong = [cpu.cuMemMap(place, nbytes, offset, larger, 0) for place, nbytes, offset in parts]
+    assert [code(result) for result in wrong] == ["NOT_SUPPORTED"] * 3, "memory is mapped whole"
+    driver.cuMemRelease(larger)
     driver.cuMemUnmap(address, 2 * MiB)
     driver.cuMemAddressFree(address, 8 * MiB)
     driver.cuMemRelease(handle)
@@ -169,6 +175,25 @@ def test_several_pieces_behind_each_other() -> None:
     driver.cuCtxPopCurrent()
     driver.cuCtxPopCurrent()
     unmap(address, 6 * MiB)
+
+
+def test_a_range_may_have_gaps_but_no_part_of_a_mapping() -> None:
+    handle, address = driver.cuMemCreate(4 * MiB, properties(), 0), driver.cuMemAddressReserve(16 * MiB, 0, 0, 0)
+    first, second = address, at(address, 8 * MiB)
+    for place in (first, second):
+        driver.cuMemMap(place, 4 * MiB, 0, handle, 0)
+    driver.cuMemRelease(handle)
+    for nbytes in (2 * MiB, 10 * MiB):
+        assert code(cpu.cuMemSetAccess(address, nbytes, access(0), 1)) == "INVALID_VALUE"
+        assert code(cpu.cuMemUnmap(address, nbytes)) == "INVALID_VALUE"
+    driver.cuMemSetAccess(address, 16 * MiB, access(0), 1)
+    driver.cuMemsetD32(first, 7, 1)
+    assert read(second, 1) == [7]
+    driver.cuMemUnmap(address, 6 * MiB)
+    assert read(second, 1) == [7]
+    driver.cuMemUnmap(address, 16 * MiB)
+    assert code(cpu.cuMemUnmap(address, 16 * MiB)) == "INVALID_VALUE", "nothing is there any more"
+    driver.cuMemAddressFree(address, 16 * MiB)
 
 
 def test_a_handle_is_found_by_an_address() -> None:
@@ -237,9 +262,9 @@ driver.cuMemRelease(handle)
 
 def test_what_is_no_exported_memory_is_refused() -> None:
     fd = os.open("/dev/null", os.O_RDWR)
-    assert code(cpu.cuMemImportFromShareableHandle(fd, FD)) == "INVALID_VALUE"
+    assert code(cpu.cuMemImportFromShareableHandle(fd, FD)) == "UNKNOWN"
     os.close(fd)
-    assert code(cpu.cuMemImportFromShareableHandle(fd, FD)) == "INVALID_VALUE"
+    assert code(cpu.cuMemImportFromShareableHandle(fd, FD)) == "UNKNOWN"
     handle = driver.cuMemCreate(2 * MiB, properties(shareable=False), 0)
     assert code(cpu.cuMemExportToShareableHandle(handle, FD, 0)) == "INVALID_VALUE"
     driver.cuMemRelease(handle)
@@ -441,32 +466,93 @@ sys.stdin.readline()
 # ---- pools ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("_multicast")
-def test_what_a_pool_counts() -> None:
+@pytest.fixture
+def pool() -> Iterator[Any]:
     wanted = cpu.CUmemPoolProps()
     wanted.allocType = cpu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     wanted.location.type, wanted.location.id = cpu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, 0
-    pool, stream, names = driver.cuMemPoolCreate(wanted), driver.cuStreamCreate(1), cpu.CUmemPool_attribute
-
-    def counts() -> list[int]:
-        members = ("USED_MEM_CURRENT", "RESERVED_MEM_CURRENT", "USED_MEM_HIGH")
-        return [int(driver.cuMemPoolGetAttribute(pool, getattr(names, f"CU_MEMPOOL_ATTR_{name}"))) for name in members]
-
-    assert counts() == [0, 0, 0]
-    first = driver.cuMemAllocFromPoolAsync(MiB, pool, stream)
-    assert counts() == [MiB, 2 * MiB, MiB]
-    driver.cuMemFreeAsync(first, stream)
-    second = driver.cuMemAllocFromPoolAsync(MiB, pool, stream)
-    assert counts() == [MiB, 2 * MiB, MiB]
-    assert code(cpu.cuMemFreeAsync(first, stream)) == "INVALID_VALUE"
-    driver.cuMemFree(second)
-    driver.cuMemPoolTrimTo(pool, 0)
-    assert counts() == [0, 0, MiB]
+    pool = driver.cuMemPoolCreate(wanted)
+    yield pool
     driver.cuMemPoolDestroy(pool)
+
+
+@pytest.fixture
+def stream() -> Iterator[Any]:
+    stream = driver.cuStreamCreate(1)
+    yield stream
     driver.cuStreamDestroy(stream)
+
+
+def counts(pool: Any) -> list[int]:
+    """Bytes that are used, those that are reserved, and the most that were used, in MiB."""
+    members = ("USED_MEM_CURRENT", "RESERVED_MEM_CURRENT", "USED_MEM_HIGH")
+    attributes = [getattr(cpu.CUmemPool_attribute, f"CU_MEMPOOL_ATTR_{name}") for name in members]
+    return [int(driver.cuMemPoolGetAttribute(pool, attribute)) // MiB for attribute in attributes]
+
+
+def test_what_a_pool_counts(pool: Any, stream: Any) -> None:
+    assert counts(pool) == [0, 0, 0]
+    first = driver.cuMemAllocFromPoolAsync(MiB, pool, stream)
+    assert counts(pool) == [1, 32, 1]
+    driver.cuMemFreeAsync(first, stream)
+    second = driver.cuMemAllocFromPoolAsync(33 * MiB, pool, stream)
+    assert counts(pool) == [33, 64, 33]
+    assert code(cpu.cuMemFreeAsync(first, stream)) == "INVALID_VALUE"
+    driver.cuMemFreeAsync(second, stream)
+    assert counts(pool) == [0, 64, 33]
+    driver.cuMemPoolTrimTo(pool, 10 * MiB)
+    assert counts(pool) == [0, 32, 33]
+    driver.cuMemPoolTrimTo(pool, 0)
+    assert counts(pool) == [0, 0, 33]
+
+
+def test_a_pool_releases_what_it_need_not_keep_when_the_host_waits(pool: Any, stream: Any) -> None:
+    def use() -> None:
+        driver.cuMemFreeAsync(driver.cuMemAllocFromPoolAsync(50 * MiB, pool, stream), stream)
+        assert counts(pool)[:2] == [0, 64]
+        driver.cuStreamSynchronize(stream)
+
+    use()
+    assert counts(pool)[:2] == [0, 0]
+    threshold = cpu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+    driver.cuMemPoolSetAttribute(pool, threshold, cpu.cuuint64_t(20 * MiB))
+    use()
+    assert counts(pool)[:2] == [0, 32]
+
+
+def test_memory_of_a_pool_that_is_freed_at_once_goes_on_to_count_as_used(pool: Any, stream: Any) -> None:
+    driver.cuMemFree(driver.cuMemAllocFromPoolAsync(MiB, pool, stream))
+    assert counts(pool) == [1, 0, 1]
+
+
+def test_the_default_pool_is_nobodys_to_destroy() -> None:
     default = driver.cuDeviceGetDefaultMemPool(0)
     assert int(driver.cuDeviceGetMemPool(0)) == int(default)
     assert code(cpu.cuMemPoolDestroy(default)) == "INVALID_VALUE"
+
+
+def test_ordinary_memory_is_freed_in_the_order_of_a_stream_too(stream: Any) -> None:
+    before, _ = driver.cuMemGetInfo()
+    address, word = driver.cuMemAlloc(MiB), driver.cuMemHostAlloc(4, 0)
+    ctypes.c_uint32.from_address(word).value = 0
+    driver.cuStreamWaitValue32(stream, word, 1, 0)
+    driver.cuMemsetD8Async(address, 1, MiB, stream)
+    driver.cuMemFreeAsync(address, stream)
+    assert driver.cuMemGetInfo()[0] == before
+    assert code(cpu.cuMemFreeAsync(address, stream)) == "INVALID_VALUE"
+    ctypes.c_uint32.from_address(word).value = 1
+    driver.cuStreamSynchronize(stream)
+    assert code(cpu.cuMemFree(address)) == "INVALID_VALUE"
+    assert code(cpu.cuMemsetD8(address, 0, 1)) == "INVALID_VALUE"
+    driver.cuMemFreeHost(word)
+
+
+def test_no_bytes_of_a_pool_or_of_the_host_are_at_no_address(pool: Any, stream: Any) -> None:
+    assert int(driver.cuMemAllocFromPoolAsync(0, pool, stream)) == int(driver.cuMemAllocAsync(0, stream)) == 0
+    assert driver.cuMemHostAlloc(0, 0) == driver.cuMemAllocHost(0) == 0
+    driver.cuMemFreeAsync(cpu.CUdeviceptr(0), stream)
+    driver.cuMemFreeHost(0)
+    assert counts(pool) == [0, 0, 0]
 
 
 @pytest.mark.usefixtures("_multicast")

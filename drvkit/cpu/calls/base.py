@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver as cu
 
-from ..graphs import EdgeData, Exec, Graph, Node
+from ..graphs import EdgeData, Exec, Graph, Node, check_port
 from ..handles import RefusedError, handles
 from ..machine import Work, machine
-from ..operations import GraphMemory, Kernel
+from ..operations import GraphMemory, Kernel, LibraryKernel
 from ..races import tracker
 from ..storage import Pool
 from ..streams import Context, Event, Stream, guard_legacy
@@ -28,13 +28,16 @@ __all__ = [
     "call",
     "code_of",
     "context_of",
+    "context_on",
     "cu",
     "current",
     "device_of",
+    "drain",
     "edge_data",
     "edge_struct",
     "edges_of",
     "enter",
+    "entered",
     "event_of",
     "exec_of",
     "graph_of",
@@ -65,6 +68,7 @@ class State:
         self.pools: dict[int, Pool] = {}  # what devices allocate from
         self.default_pools: dict[int, Pool] = {}
         self.pool_of: dict[int, Pool] = {}  # by address
+        self.freeing: set[int] = set()  # addresses of which the free has not come yet, in the order of a stream
         self.graph_memory: dict[int, GraphMemory] = {}  # by address
         self.reports: dict[str, str] = {}  # by result code
 
@@ -89,9 +93,8 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def call(outputs: int = 0, *, locked: bool = True, faults: bool = True) -> Callable[[Callable[..., Any]], Any]:
-    """A function of the driver with so many results. ``locked``: it has the machine to itself, and does not wait.
-    ``faults``: it tells what went wrong in the current context before."""
+def call(outputs: int = 0, *, locked: bool = True) -> Callable[[Callable[..., Any]], Any]:
+    """A function of the driver with so many results. ``locked``: it has the machine to itself, and does not wait."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         nothing = (None,) * outputs
@@ -99,7 +102,7 @@ def call(outputs: int = 0, *, locked: bool = True, faults: bool = True) -> Calla
         @functools.wraps(function)
         def call(*args: Any) -> tuple[Any, ...]:
             try:
-                enter(faults)
+                enter()
                 if locked:
                     with machine:
                         result = function(*args)
@@ -115,30 +118,47 @@ def call(outputs: int = 0, *, locked: bool = True, faults: bool = True) -> Calla
     return decorate
 
 
-def enter(faults: bool) -> None:
+def enter() -> None:
     if not state.initialized:
         raise RefusedError("NOT_INITIALIZED")
     if machine.is_own_thread():
         raise RefusedError("NOT_PERMITTED")
-    context = thread_state.contexts[-1]
-    if faults and context is not None:
-        context.check()
 
 
 def code_of(name: str) -> Any:
     return cu.CUresult.__members__[f"CUDA_ERROR_{name}"]
 
 
-def current() -> Context:
+# What went wrong in a context is told by each call that uses it: because it is the current one, or because of a handle.
+# Calls that use none (definitions of graphs, pools, physical memory, devices) go on as before.
+
+
+def entered() -> Context:
+    """The current context, whatever went wrong there."""
     context = thread_state.contexts[-1]
     if context is None:
         raise RefusedError("INVALID_CONTEXT")
     return context
 
 
+def current() -> Context:
+    context = entered()
+    context.check()
+    return context
+
+
 def context_of(handle: Any) -> Context:
     number = number_of(handle)
-    return handles.find(number, Context, "INVALID_CONTEXT") if number else current()
+    context = handles.find(number, Context, "INVALID_CONTEXT") if number else entered()
+    context.check()
+    return context
+
+
+def context_on(device: int) -> Context:
+    """Of what is known to have one there."""
+    context = state.contexts[device]
+    context.check()
+    return context
 
 
 def number_of(handle: Any) -> int:
@@ -169,25 +189,40 @@ def stream_of(handle: Any) -> Stream:
 
 
 def event_of(handle: Any) -> Event:
-    event = handles.find(number_of(handle), Event, "INVALID_HANDLE")
-    event.context.check()
-    return event
+    """Its context is not used by that: graphs may have events of any."""
+    return handles.find(number_of(handle), Event, "INVALID_HANDLE")
 
 
 def kernel_of(handle: Any) -> Kernel:
-    return handles.find(number_of(handle), Kernel, "INVALID_HANDLE")
+    """Of a function, or of what the current device has of a library's kernel."""
+    found = handles.find(number_of(handle), object, "INVALID_HANDLE")
+    if isinstance(found, LibraryKernel):
+        return found.on(current().device)
+    if not isinstance(found, Kernel):
+        raise RefusedError("INVALID_HANDLE")
+    context_on(found.module.device)
+    return found
 
 
 def wait(context: Context, over: Callable[[], bool]) -> None:
     machine.wait(over)
     context.check()
+    with machine:
+        Pool.release(context.device)
 
 
 def wait_for_device(context: Context) -> None:
-    wait(context, lambda: not machine.left.get(context.device))
-    if tracker.on:
-        with machine:
-            tracker.saw_device(context.device)
+    drain(context.device)
+    context.check()
+
+
+def drain(device: int) -> None:
+    """Wait until a device has nothing to do any more, also because something went wrong there."""
+    machine.wait(lambda: not machine.left.get(device))
+    with machine:
+        Pool.release(device)
+        if tracker.on:
+            tracker.saw_device(device)
 
 
 def saw(work: Work | None) -> None:
@@ -232,7 +267,10 @@ def edges_of(graph: Graph, dependencies: Any, data: Any, count: int) -> list[tup
     nodes = [node_of(handle) for handle in dependencies[:count]]
     if any(node.graph is not graph for node in nodes):
         raise RefusedError("INVALID_VALUE")
-    return list(zip(nodes, edge_data(data, count), strict=True))
+    edges = list(zip(nodes, edge_data(data, count), strict=True))
+    for node, port in edges:
+        check_port(node.kind, port)
+    return edges
 
 
 def edge_data(data: Any, count: int) -> list[EdgeData]:

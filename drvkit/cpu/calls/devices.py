@@ -12,12 +12,13 @@ from ..operations import (
     MAX_BLOCK,
     MAX_GRID,
     MULTIPROCESSORS,
+    REGISTERS,
     RESERVED_SHARED,
     SHARED_PER_BLOCK,
     SHARED_PER_MULTIPROCESSOR,
     SHARED_WITHOUT_ASKING,
 )
-from ..streams import GREATEST_PRIORITY, LEAST_PRIORITY, Context, guard
+from ..streams import GREATEST_PRIORITY, LEAST_PRIORITY, Context, guard_context
 from .base import (
     DEVICES,
     HOST_BYTES,
@@ -27,6 +28,7 @@ from .base import (
     cu,
     current,
     device_of,
+    entered,
     number_of,
     state,
     thread_state,
@@ -56,23 +58,23 @@ def cuGetErrorString(code: Any) -> tuple[Any, bytes | None]:
     return OK, words.encode()
 
 
-@call(1, faults=False)
+@call(1)
 def cuDeviceGetCount() -> int:
     return DEVICES
 
 
-@call(1, faults=False)
+@call(1)
 def cuDeviceGet(ordinal: int) -> Any:
     return cu.CUdevice(device_of(ordinal))
 
 
-@call(1, faults=False)
+@call(1)
 def cuDeviceGetName(length: int, device: Any) -> bytes:
     device_of(device)
     return b"drvkit CPU device"[: length - 1].ljust(length, b"\0")
 
 
-@call(1, faults=False)
+@call(1)
 def cuDeviceGetUuid(device: Any) -> Any:
     value = cu.CUuuid()
     name = uuid.uuid5(uuid.NAMESPACE_OID, f"drvkit cpu:{device_of(device)}").bytes
@@ -80,12 +82,13 @@ def cuDeviceGetUuid(device: Any) -> Any:
     return value
 
 
-@call(1, faults=False)
+@call(1)
 def cuDeviceTotalMem(device: Any) -> int:
     device_of(device)
     return HOST_BYTES
 
 
+# An H200's, but for what the CPU device lacks: that is 0, as is all that is not named.
 _DEVICE_ATTRIBUTES = {
     "MAX_THREADS_PER_BLOCK": 1024,
     "MAX_BLOCK_DIM_X": MAX_BLOCK[0],
@@ -98,9 +101,11 @@ _DEVICE_ATTRIBUTES = {
     "TOTAL_CONSTANT_MEMORY": 64 * 1024,
     "WARP_SIZE": 32,
     "MAX_PITCH": 2**31 - 1,
-    "MAX_REGISTERS_PER_BLOCK": 65536,
+    "MAX_REGISTERS_PER_BLOCK": REGISTERS,
     "CLOCK_RATE": 1980000,
     "TEXTURE_ALIGNMENT": 512,
+    "TEXTURE_PITCH_ALIGNMENT": 32,
+    "SURFACE_ALIGNMENT": 512,
     "GPU_OVERLAP": 1,
     "MULTIPROCESSOR_COUNT": MULTIPROCESSORS,
     "CAN_MAP_HOST_MEMORY": 1,
@@ -117,51 +122,48 @@ _DEVICE_ATTRIBUTES = {
     "GLOBAL_L1_CACHE_SUPPORTED": 1,
     "LOCAL_L1_CACHE_SUPPORTED": 1,
     "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR": SHARED_PER_MULTIPROCESSOR,
-    "MAX_REGISTERS_PER_MULTIPROCESSOR": 65536,
-    "CONCURRENT_MANAGED_ACCESS": 0,
+    "MAX_REGISTERS_PER_MULTIPROCESSOR": REGISTERS,
+    "SINGLE_TO_DOUBLE_PRECISION_PERF_RATIO": 2,
     "COMPUTE_PREEMPTION_SUPPORTED": 1,
-    "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM": 1,
-    "CAN_USE_STREAM_MEM_OPS_V1": 0,
     "CAN_USE_64_BIT_STREAM_MEM_OPS": 1,
     "CAN_USE_STREAM_WAIT_VALUE_NOR": 1,
-    "CAN_USE_64_BIT_STREAM_MEM_OPS_V1": 0,
-    "CAN_USE_STREAM_WAIT_VALUE_NOR_V1": 0,
     "COOPERATIVE_LAUNCH": 1,
     "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": SHARED_PER_BLOCK,
-    "CAN_FLUSH_REMOTE_WRITES": 0,
-    "HOST_REGISTER_SUPPORTED": 1,
     "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": 1,
     "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED": 1,
     "MAX_BLOCKS_PER_MULTIPROCESSOR": 32,
-    "MAX_PERSISTING_L2_CACHE_SIZE": 0,
+    "MAX_PERSISTING_L2_CACHE_SIZE": 39321600,
     "MAX_ACCESS_POLICY_WINDOW_SIZE": 128 << 20,
     "RESERVED_SHARED_MEMORY_PER_BLOCK": RESERVED_SHARED,
     "MEMORY_POOLS_SUPPORTED": 1,
     "CLUSTER_LAUNCH": 1,
+    "IPC_EVENT_SUPPORTED": 1,
     "MULTICAST_SUPPORTED": 1,
-    "IPC_EVENT_SUPPORTED": 0,
     "MEM_SYNC_DOMAIN_COUNT": 4,
-    "UNIFIED_FUNCTION_POINTERS": 0,
 }
 # By number: some have two names.
 _DEVICE_ATTRIBUTE_VALUES = {
     int(cu.CUdevice_attribute.__members__[f"CU_DEVICE_ATTRIBUTE_{name}"]): value
     for name, value in _DEVICE_ATTRIBUTES.items()
 }
+# Newer bindings name attributes that this version of the driver does not know.
+_NEWEST_DEVICE_ATTRIBUTE = int(cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_ONLY_PARTIAL_HOST_NATIVE_ATOMIC_SUPPORTED)
 
 
-@call(1, faults=False)
+@call(1)
 def cuDeviceGetAttribute(attribute: Any, device: Any) -> int:
     device_of(device)
+    if not 0 < int(attribute) <= _NEWEST_DEVICE_ATTRIBUTE:
+        raise RefusedError("INVALID_VALUE")
     return _DEVICE_ATTRIBUTE_VALUES.get(int(attribute), 0)
 
 
-@call(1, faults=False)
+@call(1)
 def cuDeviceCanAccessPeer(device: Any, peer: Any) -> int:
     return int(device_of(device) != device_of(peer))
 
 
-@call(1, faults=False)
+@call(1)
 def cuDeviceGetP2PAttribute(attribute: Any, source: Any, target: Any) -> int:
     if device_of(source) == device_of(target):
         raise RefusedError("INVALID_DEVICE")
@@ -169,7 +171,7 @@ def cuDeviceGetP2PAttribute(attribute: Any, source: Any, target: Any) -> int:
     return int(name.endswith(("ACCESS_SUPPORTED", "NATIVE_ATOMIC_SUPPORTED", "ACCESS_ACCESS_SUPPORTED")))
 
 
-@call(1, faults=False)
+@call(1)
 def cuDevicePrimaryCtxRetain(device: Any) -> Any:
     number = device_of(device)
     context = state.contexts.get(number)
@@ -179,7 +181,7 @@ def cuDevicePrimaryCtxRetain(device: Any) -> Any:
     return cu.CUcontext(context.handle)
 
 
-@call(faults=False)
+@call()
 def cuDevicePrimaryCtxRelease(device: Any) -> None:
     context = state.contexts.get(device_of(device))
     if context is None or not context.retained:
@@ -187,51 +189,52 @@ def cuDevicePrimaryCtxRelease(device: Any) -> None:
     context.retained -= 1
 
 
-@call(2, faults=False)
+@call(2)
 def cuDevicePrimaryCtxGetState(device: Any) -> tuple[int, int]:
     context = state.contexts.get(device_of(device))
     return 0, int(context is not None and context.retained > 0)
 
 
-@call(faults=False)
+@call()
 def cuDevicePrimaryCtxReset(device: Any) -> None:
     """What the device has to do, and what went wrong there, is forgotten. Its memory and handles stay, unlike those of
     a GPU, so that their owners can release them."""
     machine.reset(device_of(device))
 
 
-@call(faults=False)
+@call()
 def cuCtxSetCurrent(context: Any) -> None:
     number = number_of(context)
     thread_state.contexts[-1] = handles.find(number, Context, "INVALID_CONTEXT") if number else None
 
 
-@call(faults=False)
+@call()
 def cuCtxPushCurrent(context: Any) -> None:
-    thread_state.contexts.append(handles.find(number_of(context), Context, "INVALID_CONTEXT"))
+    number = number_of(context)
+    thread_state.contexts.append(handles.find(number, Context, "INVALID_CONTEXT" if number else "INVALID_VALUE"))
 
 
-@call(1, faults=False)
+@call(1)
 def cuCtxPopCurrent() -> Any:
-    context = current()
+    context = entered()
     thread_state.contexts.pop()
     if not thread_state.contexts:
         thread_state.contexts.append(None)
     return cu.CUcontext(context.handle)
 
 
-@call(1, faults=False)
+@call(1)
 def cuCtxGetCurrent() -> Any:
     context = thread_state.contexts[-1]
     return cu.CUcontext(0 if context is None else context.handle)
 
 
-@call(1, faults=False)
+@call(1)
 def cuCtxGetDevice() -> Any:
-    return cu.CUdevice(current().device)
+    return cu.CUdevice(entered().device)
 
 
-@call(2, faults=False)
+@call(2)
 def cuCtxGetStreamPriorityRange() -> tuple[int, int]:
     current()
     return LEAST_PRIORITY, GREATEST_PRIORITY
@@ -240,7 +243,7 @@ def cuCtxGetStreamPriorityRange() -> tuple[int, int]:
 @call(locked=False)
 def cuCtxSynchronize() -> None:
     context = current()
-    guard()
+    guard_context(context)
     wait_for_device(context)
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from ..graphs import Child, EdgeData, EventRecord, EventWait, Exec, Graph, InstantiateError, Node, UpdateError
+from ..graphs import UPLOAD, Child, EdgeData, EventRecord, EventWait, Exec, Graph, InstantiateError, Node, UpdateError
 from ..handles import RefusedError
-from ..operations import Allocate, Attribute, Copy, Empty, Fill, Free, HostCall, Launch, MemOps, Operation
+from ..operations import WAIT, Allocate, Attribute, Copy, Empty, Fill, Free, HostCall, Launch, MemOps, Operation
+from ..streams import GREATEST_PRIORITY, LEAST_PRIORITY, captured_graphs, guard
 from .base import (
     call,
     context_of,
     cu,
+    current,
     device_of,
     edge_data,
     edge_struct,
@@ -50,6 +53,8 @@ def cuGraphDestroy(graph: Any) -> None:
     found = graph_of(graph)
     if found.owner is not None:
         raise RefusedError("INVALID_VALUE")
+    if any(found in graph.around() for graph in captured_graphs()):
+        raise RefusedError("ILLEGAL_STATE")
     found.destroy()
 
 
@@ -72,20 +77,20 @@ def cuGraphNodeFindInClone(node: Any, clone: Any) -> Any:
 _PARAMS = struct.Struct("=Q7I4xQQ")  # CUDA_KERNEL_NODE_PARAMS up to ``extra``
 
 
-def launch_params(address: int) -> Launch:
-    """A ``CUDA_KERNEL_NODE_PARAMS``."""
+def launch_params(address: int, attributes: Mapping[int, bytes] = MappingProxyType({})) -> Launch:
+    """A ``CUDA_KERNEL_NODE_PARAMS``, for a node that has these attributes."""
     function, gx, gy, gz, bx, by, bz, shared, params, extra = _PARAMS.unpack(ctypes.string_at(address, _PARAMS.size))
     kernel = kernel_of(function)
-    launch = Launch(kernel, (gx, gy, gz), (bx, by, bz), shared, packed_arguments(kernel, params, extra))
+    packed = packed_arguments(kernel, params, extra)
+    launch = Launch(kernel, (gx, gy, gz), (bx, by, bz), shared, packed, attributes)
     launch.check()
     return launch
 
 
 def _fill(params: Any, device: int) -> Fill:
     """A ``CUDA_MEMSET_NODE_PARAMS``."""
-    fill = Fill(
-        device, int(params.dst), params.value, params.elementSize, params.width, params.height, int(params.pitch)
-    )
+    value = params.value & (1 << 8 * params.elementSize) - 1  # an element takes what it has room for
+    fill = Fill(device, int(params.dst), value, params.elementSize, params.width, params.height, int(params.pitch))
     if not fill.width or not fill.height:
         raise RefusedError("INVALID_VALUE")
     fill.check()
@@ -226,18 +231,19 @@ def cuGraphAddNode(graph: Any, dependencies: Any, data: Any, count: int, params:
         ctypes.c_uint64.from_address(int(given.getPtr()) + 16).value = ctypes.addressof(bodies)  # phGraph_out
     elif kind == "empty":
         node = into.add(Empty(_device_of_graphs()), edges)
+    elif kind == "mem_alloc":
+        operation = _alloc(params.alloc)
+        node = into.add(operation, edges)
+        params.alloc.dptr = cu.CUdeviceptr(operation.memory.address)
     elif kind == "mem_free":
         node = into.add(_free_of(params.free.dptr, into), edges)
     else:
-        operation = _operation(params)
-        node = into.add(operation, edges)
-        if isinstance(operation, Allocate):
-            params.alloc.dptr = cu.CUdeviceptr(operation.memory.address)
+        node = into.add(_operation(params), edges)
     return cu.CUgraphNode(node.handle)
 
 
 def _operation(params: Any) -> Operation:
-    """``CUgraphNodeParams`` of the kinds of nodes that can be changed, or allocate."""
+    """``CUgraphNodeParams`` of the kinds of nodes that can be changed."""
     kind = params.type.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
     makers: dict[str, Callable[[], Operation]] = {
         "kernel": lambda: launch_params(int(params.kernel.getPtr())),
@@ -247,7 +253,6 @@ def _operation(params: Any) -> Operation:
         "event_record": lambda: _event_operation(EventRecord, params.eventRecord.event),
         "wait_event": lambda: _event_operation(EventWait, params.eventWait.event),
         "batch_mem_op": lambda: _ops(params.memOp),
-        "mem_alloc": lambda: _alloc(params.alloc),
     }
     if kind not in makers:
         raise RefusedError("NOT_SUPPORTED")
@@ -304,10 +309,10 @@ def cuGraphGetEdges(graph: Any, count: int = 0) -> tuple[list[Any], list[Any], l
     return _some([a for a, _, _ in edges], count), _some([b for _, b, _ in edges], count), data, total
 
 
-def _neighbours(edges: Mapping[tuple[Node, EdgeData], None], count: int) -> tuple[list[Any], list[Any], int]:
-    data = [edge_struct(d) for _, d in edges][:count]
+def _neighbours(edges: Mapping[Node, EdgeData], count: int) -> tuple[list[Any], list[Any], int]:
+    data = [edge_struct(d) for d in edges.values()][:count]
     data += [cu.CUgraphEdgeData() for _ in range(count - len(data))]
-    return _some([n for n, _ in edges], count), data, min(count, len(edges)) if count else len(edges)
+    return _some(edges, count), data, min(count, len(edges)) if count else len(edges)
 
 
 @call(3)
@@ -329,9 +334,10 @@ def cuGraphAddDependencies(graph: Any, sources: Any, targets: Any, data: Any, co
 
 @call()
 def cuGraphRemoveDependencies(graph: Any, sources: Any, targets: Any, data: Any, count: int) -> None:
+    """The data say nothing more: between two nodes there is one edge."""
     from_ = graph_of(graph)
-    for source, target, edge in zip(sources[:count], targets[:count], edge_data(data, count), strict=True):
-        from_.remove_edge(node_of(source), node_of(target), edge)
+    for source, target in zip(sources[:count], targets[:count], strict=True):
+        from_.remove_edge(node_of(source), node_of(target))
 
 
 def _operation_of(node: Any, kind: type[Any]) -> Any:
@@ -361,7 +367,7 @@ def cuGraphKernelNodeGetParams(node: Any) -> Any:
 @call()
 def cuGraphKernelNodeSetParams(node: Any, params: Any) -> None:
     found, old = node_of(node), _operation_of(node, Launch)
-    found.operation = launch_params(int(params.getPtr())).having(old.attributes)
+    found.operation = launch_params(int(params.getPtr()), old.attributes)
 
 
 @call(1)
@@ -452,9 +458,12 @@ def cuGraphBatchMemOpNodeGetParams(node: Any) -> Any:
     for op in operation.ops:
         entry = cu.CUstreamBatchMemOpParams()
         kind = entry.operation = cu.CUstreamBatchMemOpType(op.operation)
-        part = entry.waitValue if op.operation in (1, 4) else entry.writeValue
-        part.operation, part.address, part.flags = kind, cu.CUdeviceptr(op.address), op.flags
-        setattr(part, "value64" if op.operation in (4, 5) else "value", op.value)
+        if op.nbytes is None:
+            entry.memoryBarrier.operation, entry.memoryBarrier.flags = kind, op.flags
+        else:
+            part = entry.waitValue if op.operation in WAIT else entry.writeValue
+            part.operation, part.address, part.flags = kind, cu.CUdeviceptr(op.address), op.flags
+            setattr(part, "value64" if op.nbytes == 8 else "value", op.value)
         entries.append(entry)
     params.paramArray, params.count, params.flags = entries, len(entries), operation.flags
     return params
@@ -488,8 +497,12 @@ def cuGraphKernelNodeSetAttribute(node: Any, attribute: Any, value: Any) -> None
         raise RefusedError("INVALID_VALUE")
     if identity == Attribute.DEVICE_UPDATABLE_KERNEL_NODE:
         devnode = value.deviceUpdatableKernelNode
+        if launch.updatable and not devnode.deviceUpdatable:  # once for all
+            raise RefusedError("INVALID_VALUE")
         devnode.devNode = cu.CUgraphDeviceNode(found.handle if devnode.deviceUpdatable else 0)
     raw = ctypes.string_at(int(value.getPtr()), 64)
+    if identity == Attribute.PRIORITY:
+        raw = struct.pack("=i60x", max(GREATEST_PRIORITY, min(LEAST_PRIORITY, value.priority)))
     changed = launch.having({**launch.attributes, identity: raw})
     changed.check()
     found.operation = changed
@@ -497,7 +510,10 @@ def cuGraphKernelNodeSetAttribute(node: Any, attribute: Any, value: Any) -> None
 
 @call()
 def cuGraphKernelNodeCopyAttributes(target: Any, source: Any) -> None:
-    changed = _operation_of(target, Launch).having(_operation_of(source, Launch).attributes)
+    to, from_ = _operation_of(target, Launch), _operation_of(source, Launch)
+    if to.updatable or from_.updatable:
+        raise RefusedError("INVALID_VALUE")
+    changed = to.having(from_.attributes)
     changed.check()
     node_of(target).operation = changed
 
@@ -510,9 +526,9 @@ def cuGraphInstantiateWithParams(graph: Any, params: Any) -> Any:
     results = cu.CUgraphInstantiateResult
     params.hErrNode_out, params.result_out = cu.CUgraphNode(0), results.CUDA_GRAPH_INSTANTIATE_SUCCESS
     try:
-        made = Exec(graph_of(graph), int(params.flags))
-        if int(params.flags) & 2:
+        if int(params.flags) & UPLOAD:
             stream_of(params.hUploadStream)
+        made = _instantiate(graph, params.flags)
     except InstantiateError as error:
         params.hErrNode_out = cu.CUgraphNode(0 if error.node is None else error.node.handle)
         params.result_out = results(error.result)
@@ -525,11 +541,18 @@ def cuGraphInstantiateWithParams(graph: Any, params: Any) -> Any:
 
 @call(1)
 def cuGraphInstantiate(graph: Any, flags: int) -> Any:
-    return cu.CUgraphExec(Exec(graph_of(graph), int(flags)).handle)
+    return cu.CUgraphExec(_instantiate(graph, flags).handle)
+
+
+def _instantiate(graph: Any, flags: Any) -> Exec:
+    current()
+    guard()
+    return Exec(graph_of(graph), int(flags))
 
 
 @call()
 def cuGraphExecDestroy(exec_: Any) -> None:
+    guard()
     exec_of(exec_).destroy()
 
 
@@ -563,11 +586,7 @@ def exec_kernel_node_set_params(exec_: int, node: int, params: int) -> None:
     found, definition = exec_of(exec_), node_of(node, "kernel")
     old = found.item(definition).operation
     assert isinstance(old, Launch)
-    launch = launch_params(params)
-    if old.attributes:
-        launch = launch.having(old.attributes)
-        launch.check()
-    found.put(definition, launch)
+    found.put(definition, launch_params(params, old.attributes))
 
 
 @call()

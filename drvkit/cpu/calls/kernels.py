@@ -5,15 +5,41 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..fault import ImageError
+from ..graphs import LAUNCH_ORDER, PROGRAMMATIC, PROGRAMMATIC_START, EdgeData
 from ..handles import RefusedError, handles
-from ..machine import START, TRIGGER, machine
-from ..operations import MULTIPROCESSORS, SHARED_PER_BLOCK, Attribute, Kernel, Launch, Module, blocks_per_multiprocessor
-from ..program import load
-from ..streams import Stream, guard
-from .base import call, cu, current, event_of, kernel_of, number_of, state, stream_of, wait_for_device
+from ..machine import machine
+from ..operations import (
+    MULTIPROCESSORS,
+    SHARED_PER_BLOCK,
+    Attribute,
+    Kernel,
+    Launch,
+    Library,
+    LibraryKernel,
+    Module,
+    blocks_per_multiprocessor,
+)
+from ..program import Function, load
+from ..streams import Event, Stream, guard
+from .base import (
+    call,
+    context_on,
+    cu,
+    current,
+    device_of,
+    event_of,
+    kernel_of,
+    number_of,
+    state,
+    stream_of,
+    thread_state,
+    wait_for_device,
+)
 
 
 @call(1)
@@ -52,49 +78,41 @@ def image_of(image: Any) -> bytes:
 
 
 def load_image(data: bytes, name: str = "") -> Any:
-    guard()
     device = current().device
+    with _images_refused():
+        return cu.CUmodule(Module(device, load(data, name)).handle)
+
+
+@contextmanager
+def _images_refused() -> Iterator[None]:
+    """What is wrong with an image is told, and kept for whoever asks."""
     try:
-        program = load(data, name)
+        yield
     except ImageError as error:
         state.reports[error.code] = str(error)
         raise RefusedError(error.code.removeprefix("CUDA_ERROR_")) from None
-    module = Module(0, device, program)
-    module.handle = handles.add(module)
-    return cu.CUmodule(module.handle)
 
 
 def _module(handle: Any) -> Module:
-    return handles.find(number_of(handle), Module, "INVALID_HANDLE")
+    found = handles.find(number_of(handle), Module, "INVALID_HANDLE")
+    context_on(found.device)
+    return found
 
 
 @call(locked=False)
 def cuModuleUnload(module: Any) -> None:
     found = _module(module)
+    if found.of_library:
+        raise RefusedError("NOT_PERMITTED")
     guard()
-    wait_for_device(current())
+    wait_for_device(context_on(found.device))
     with machine:
-        handles.drop(found.handle)
-        for kernel in found.kernels.values():
-            handles.drop(kernel.handle)
-        found.closed = True
-        found.program.unload()
+        found.unload()
 
 
 @call(1)
 def cuModuleGetFunction(module: Any, name: bytes) -> Any:
-    return cu.CUfunction(_kernel_of(_module(module), name.decode()).handle)
-
-
-def _kernel_of(module: Module, name: str) -> Kernel:
-    kernel = module.kernels.get(name)
-    if kernel is None:
-        function = module.program.functions.get(name)
-        if function is None:
-            raise RefusedError("NOT_FOUND")
-        kernel = module.kernels[name] = Kernel(0, module, function)
-        kernel.handle = handles.add(kernel)
-    return kernel
+    return cu.CUfunction(_module(module).kernel(name.decode()).handle)
 
 
 @call(1)
@@ -106,7 +124,7 @@ def cuModuleGetFunctionCount(module: Any) -> int:
 def cuModuleEnumerateFunctions(count: int, module: Any) -> list[Any]:
     found = _module(module)
     names = list(found.program.functions)[:count]
-    return [cu.CUfunction(_kernel_of(found, name).handle) for name in names]
+    return [cu.CUfunction(found.kernel(name).handle) for name in names]
 
 
 @call(2)
@@ -115,6 +133,67 @@ def cuModuleGetGlobal(module: Any, name: bytes) -> tuple[Any, int]:
     if variable is None:
         raise RefusedError("NOT_FOUND")
     return cu.CUdeviceptr(variable[0]), variable[1]
+
+
+# Libraries
+
+
+def _library(handle: Any) -> Library:
+    return handles.find(number_of(handle), Library, "INVALID_HANDLE")
+
+
+def _library_kernel(handle: Any) -> LibraryKernel:
+    return handles.find(number_of(handle), LibraryKernel, "INVALID_HANDLE")
+
+
+@call(1)
+def cuLibraryLoadData(
+    code: Any, jit: Any, jit_values: Any, jit_count: int, options: Any, values: Any, count: int
+) -> Any:
+    """It belongs to no context. Its options are for a compiler that is not needed here."""
+    guard()
+    context = thread_state.contexts[-1]
+    with _images_refused():
+        return cu.CUlibrary(Library(image_of(code), context.device if context is not None else 0).handle)
+
+
+@call(locked=False)
+def cuLibraryUnload(library: Any) -> None:
+    found = _library(library)
+    guard()
+    for context in list(state.contexts.values()):
+        if context.device in found.modules:
+            wait_for_device(context)
+    with machine:
+        found.unload()
+
+
+@call(1)
+def cuLibraryGetModule(library: Any) -> Any:
+    return cu.CUmodule(_library(library).on(current().device).handle)
+
+
+@call(1)
+def cuLibraryGetKernel(library: Any, name: bytes) -> Any:
+    return cu.CUkernel(_library(library).kernel(name.decode()).handle)
+
+
+@call(1)
+def cuKernelGetFunction(kernel: Any) -> Any:
+    return cu.CUfunction(_library_kernel(kernel).on(current().device).handle)
+
+
+@call(1)
+def cuKernelGetAttribute(attribute: Any, kernel: Any, device: Any) -> int:
+    return _attribute(_library_kernel(kernel).on(device_of(device)).function, attribute)
+
+
+@call()
+def cuKernelSetAttribute(attribute: Any, value: int, kernel: Any, device: Any) -> None:
+    _set_attribute(_library_kernel(kernel).on(device_of(device)).function, attribute, value)
+
+
+# Functions
 
 
 @call(1)
@@ -143,40 +222,59 @@ def cuFuncGetParamCount(function: Any) -> int:
 
 @call(1)
 def cuFuncGetAttribute(attribute: Any, function: Any) -> int:
-    known = kernel_of(function).function
-    width, height, depth = known.cluster or (0, 0, 0)
+    return _attribute(kernel_of(function).function, attribute)
+
+
+def _attribute(function: Function, attribute: Any) -> int:
+    width, height, depth = function.cluster or (0, 0, 0)
     values = {
-        "MAX_THREADS_PER_BLOCK": known.max_threads,
-        "SHARED_SIZE_BYTES": known.shared_bytes,
-        "CONST_SIZE_BYTES": known.const_bytes,
-        "LOCAL_SIZE_BYTES": known.local_bytes,
-        "NUM_REGS": known.registers,
-        "PTX_VERSION": 90,
+        "MAX_THREADS_PER_BLOCK": function.max_threads,
+        "SHARED_SIZE_BYTES": function.shared_bytes,
+        "CONST_SIZE_BYTES": function.const_bytes,
+        "LOCAL_SIZE_BYTES": function.local_bytes,
+        "NUM_REGS": function.registers,
+        "PTX_VERSION": function.program.target,
         "BINARY_VERSION": 90,
-        "MAX_DYNAMIC_SHARED_SIZE_BYTES": known.max_dynamic_shared,
-        "PREFERRED_SHARED_MEMORY_CARVEOUT": -1,
-        "CLUSTER_SIZE_MUST_BE_SET": int(known.cluster is not None),
+        "CACHE_MODE_CA": 0,
+        "MAX_DYNAMIC_SHARED_SIZE_BYTES": function.max_dynamic_shared,
+        "CLUSTER_SIZE_MUST_BE_SET": int(function.cluster is not None),
         "REQUIRED_CLUSTER_WIDTH": width,
         "REQUIRED_CLUSTER_HEIGHT": height,
         "REQUIRED_CLUSTER_DEPTH": depth,
-    }
-    return int(values.get(cu.CUfunction_attribute(attribute).name.removeprefix("CU_FUNC_ATTRIBUTE_"), 0))
+    } | function.settings
+    name = cu.CUfunction_attribute(attribute).name.removeprefix("CU_FUNC_ATTRIBUTE_")
+    if name not in values:  # newer bindings know of more
+        raise RefusedError("INVALID_VALUE")
+    return int(values[name])
 
 
 @call()
 def cuFuncSetAttribute(function: Any, attribute: Any, value: int) -> None:
-    known = kernel_of(function).function
+    _set_attribute(kernel_of(function).function, attribute, value)
+
+
+_SETTINGS = {
+    "PREFERRED_SHARED_MEMORY_CARVEOUT": range(-1, 101),
+    "NON_PORTABLE_CLUSTER_SIZE_ALLOWED": range(2),
+    "CLUSTER_SCHEDULING_POLICY_PREFERENCE": range(3),
+}
+
+
+def _set_attribute(function: Function, attribute: Any, value: int) -> None:
     name = cu.CUfunction_attribute(attribute).name.removeprefix("CU_FUNC_ATTRIBUTE_")
     if name == "MAX_DYNAMIC_SHARED_SIZE_BYTES":
-        if not 0 <= value <= SHARED_PER_BLOCK - known.shared_bytes:
+        if not 0 <= value <= SHARED_PER_BLOCK - function.shared_bytes:
             raise RefusedError("INVALID_VALUE")
-        known.max_dynamic_shared = value
-    elif name not in ("PREFERRED_SHARED_MEMORY_CARVEOUT", "NON_PORTABLE_CLUSTER_SIZE_ALLOWED"):
+        function.max_dynamic_shared = value
+    elif value in _SETTINGS.get(name, ()):
+        function.settings[name] = value
+    else:
         raise RefusedError("INVALID_VALUE")
 
 
 @call(1)
 def cuOccupancyMaxActiveBlocksPerMultiprocessor(function: Any, threads: int, shared: int) -> int:
+    current()
     if threads <= 0:
         raise RefusedError("INVALID_VALUE")
     return blocks_per_multiprocessor(kernel_of(function).function, threads, shared)
@@ -230,10 +328,7 @@ def launch_of(config: int, kernel: Kernel, params: int, extra: int = 0) -> tuple
     packed = packed_arguments(kernel, params, extra) if params or extra or not kernel.function.parameters else b""
     raw = {}
     for at in range(attributes, attributes + count * _ATTRIBUTE_BYTES, _ATTRIBUTE_BYTES):
-        identity = ctypes.c_int.from_address(at).value
-        if identity in (Attribute.PREFERRED_CLUSTER_DIMENSION, Attribute.DEVICE_UPDATABLE_KERNEL_NODE):
-            raise RefusedError("INVALID_VALUE")
-        raw[identity] = ctypes.string_at(at + 8, 64)
+        raw[ctypes.c_int.from_address(at).value] = ctypes.string_at(at + 8, 64)
     return Launch(kernel, (gx, gy, gz), (bx, by, bz), shared, packed, raw), stream
 
 
@@ -241,14 +336,28 @@ def _queue_launch(launch: Launch, stream: Stream) -> None:
     if launch.kernel.module.device != stream.context.device:
         raise RefusedError("INVALID_HANDLE")
     launch.check()
+    if launch.updatable:
+        raise RefusedError("NOT_SUPPORTED")
+    records = list(_moments(launch)) if launch.attributes else []
     work = stream.queue(launch)
-    if launch.attributes:
-        for attribute, usual in ((Attribute.PROGRAMMATIC_EVENT, TRIGGER), (Attribute.LAUNCH_COMPLETION_EVENT, START)):
-            raw = launch.attributes.get(attribute)
-            if raw is not None:
-                (event,) = struct.unpack_from("=Q", raw)
-                at_start = attribute == Attribute.PROGRAMMATIC_EVENT and launch.integer(attribute, 12)
-                stream.record_moment(event_of(event), work, START if at_start else usual)
+    for event, port in records:
+        stream.record_moment(event, work, port)
+
+
+_EVENT_PORTS = {Attribute.PROGRAMMATIC_EVENT: PROGRAMMATIC, Attribute.LAUNCH_COMPLETION_EVENT: LAUNCH_ORDER}
+
+
+def _moments(launch: Launch) -> Iterator[tuple[Event, EdgeData]]:
+    """The events that it records, each with the port of the kernel that it stands for."""
+    for attribute, port in _EVENT_PORTS.items():
+        raw = launch.attributes.get(attribute)
+        if raw is None:
+            continue
+        event = event_of(struct.unpack_from("=Q", raw)[0])
+        if event.timing or event.records is not None:
+            raise RefusedError("NOT_SUPPORTED")
+        at_start = attribute == Attribute.PROGRAMMATIC_EVENT and launch.integer(attribute, 12)
+        yield event, PROGRAMMATIC_START if at_start else port
 
 
 @call()

@@ -10,7 +10,20 @@ from ..machine import machine
 from ..memory import Allocation, memory
 from ..operations import Copy, Fill, Side
 from ..streams import Stream, guard
-from .base import HOST_BYTES, call, cu, current, host_address, saw, state, stream_of, wait, wait_for_device
+from .base import (
+    HOST_BYTES,
+    call,
+    context_on,
+    cu,
+    current,
+    host_address,
+    saw,
+    state,
+    stream_of,
+    thread_state,
+    wait,
+    wait_for_device,
+)
 
 
 def take(device: int, nbytes: int) -> None:
@@ -54,13 +67,22 @@ def cuMemAllocPitch(width: int, height: int, element: int) -> tuple[Any, int]:
 
 @call(locked=False)
 def cuMemFree(pointer: Any) -> None:
-    context, address = current(), int(pointer)
+    _free_now(int(pointer), ("device", "pool"))
+
+
+def _free_now(address: int, kinds: Sequence[str]) -> None:
+    """It needs no current context: memory knows its own."""
+    context = thread_state.contexts[-1]
+    if context is not None:
+        context.check()
+    guard()
     if not address:
         return
-    guard()
-    wait_for_device(context)
     with machine:
-        free(address, ("device", "pool"))
+        owner = context_on((state.graph_memory.get(address) or freeable(address, kinds)).device)
+    wait_for_device(owner)
+    with machine:
+        free(address, kinds)
 
 
 def free(address: int, kinds: Sequence[str]) -> None:
@@ -72,40 +94,55 @@ def free(address: int, kinds: Sequence[str]) -> None:
         graph_memory.shut()
         graph_memory.hold(False)
         return
+    allocation = freeable(address, kinds)
+    give_back(allocation, in_order=False)
+    memory.free(address)
+
+
+def freeable(address: int, kinds: Sequence[str]) -> Allocation:
+    """The allocation of one of these kinds that starts there, and that nobody freed."""
     allocation = memory.find(address)
     if allocation is None or allocation.freed or allocation.address != address or allocation.kind not in kinds:
         raise RefusedError("INVALID_VALUE")
-    pool = state.pool_of.pop(address, None)
+    if address in state.freeing:
+        raise RefusedError("INVALID_VALUE")
+    return allocation
+
+
+def give_back(allocation: Allocation, *, in_order: bool) -> None:
+    """Count it as free. ``in_order``: of a stream."""
+    pool = state.pool_of.pop(allocation.address, None)
     if pool is not None:
-        pool.give_back(allocation.nbytes)
-    memory.free(address)
+        pool.give_back(allocation.nbytes, in_order=in_order)
     if allocation.kind in ("device", "pool"):
         state.used[allocation.device] -= allocation.nbytes
 
 
+_HOST_ALLOC_FLAGS = 1 | 2 | 4  # portable, mapped, write-combined: all of it is portable and mapped anyway
+
+
 @call(1)
 def cuMemHostAlloc(nbytes: int, flags: int) -> int:
-    context = current()
-    guard()
-    return allocate(nbytes, "pinned", context.device).address
+    if flags & ~_HOST_ALLOC_FLAGS:
+        raise RefusedError("INVALID_VALUE")
+    return _allocate_host(nbytes)
 
 
 @call(1)
 def cuMemAllocHost(nbytes: int) -> int:
+    return _allocate_host(nbytes)
+
+
+def _allocate_host(nbytes: int) -> int:
+    """No bytes are at no address."""
     context = current()
     guard()
-    return allocate(nbytes, "pinned", context.device).address
+    return allocate(nbytes, "pinned", context.device).address if nbytes else 0
 
 
 @call(locked=False)
 def cuMemFreeHost(pointer: Any) -> None:
-    context, address = current(), host_address(pointer)
-    if not address:
-        return
-    guard()
-    wait_for_device(context)
-    with machine:
-        free(address, ("pinned",))
+    _free_now(host_address(pointer), ("pinned",))
 
 
 @call(1)
@@ -128,6 +165,7 @@ def cuMemGetInfo() -> tuple[int, int]:
 
 @call(2)
 def cuMemGetAddressRange(pointer: Any) -> tuple[Any, int]:
+    current()
     allocation = memory.find(int(pointer))
     if allocation is None or allocation.freed:
         raise RefusedError("NOT_FOUND")
@@ -141,12 +179,13 @@ def cuPointerGetAttribute(attribute: Any, pointer: Any) -> Any:
 
 def pointer_attribute(attribute: int, address: int) -> Any:
     allocation = memory.find(address)
-    if allocation is None or allocation.freed:
+    graph_memory = None if allocation is None else state.graph_memory.get(allocation.address)
+    if allocation is None or allocation.freed or (graph_memory is not None and not graph_memory.held):
         raise RefusedError("INVALID_VALUE")
     on_host = allocation.kind == "pinned"
     values: dict[str, Any] = {
         "CONTEXT": cu.CUcontext(state.contexts[allocation.device].handle),
-        "MEMORY_TYPE": cu.CUmemorytype.CU_MEMORYTYPE_HOST if on_host else cu.CUmemorytype.CU_MEMORYTYPE_DEVICE,
+        "MEMORY_TYPE": _HOST if on_host else _DEVICE,  # the bindings give no enum
         "DEVICE_POINTER": cu.CUdeviceptr(address),
         "HOST_POINTER": address,
         "DEVICE_ORDINAL": allocation.device,
@@ -167,31 +206,29 @@ def pointer_attribute(attribute: int, address: int) -> Any:
 _HOST, _DEVICE, _UNIFIED = 1, 2, 4  # CUmemorytype
 
 
-def _line(memory_type: int, address: int, nbytes: int) -> Side:
-    return Side(memory_type, address, nbytes, 1)
-
-
 def _linear(target: tuple[int, int], source: tuple[int, int], nbytes: int, device: int) -> Copy:
-    return Copy(device, _line(*target, nbytes), _line(*source, nbytes), nbytes)
+    """What is not in rows has no pitch."""
+    return Copy(device, Side(*target, 0, 0), Side(*source, 0, 0), nbytes)
 
 
-def _end(params: Any, side: str) -> tuple[int, int]:
-    """The kind of memory and the address of the "src" or the "dst" of a 2-D or 3-D copy."""
+def _side(params: Any, side: str) -> Side:
+    """The "src" or the "dst" of a 3-D copy, or of a 2-D copy, which has one plane."""
     try:
         memory_type = int(getattr(params, f"{side}MemoryType"))
     except ValueError:
         raise RefusedError("INVALID_VALUE") from None
-    return memory_type, int(getattr(params, f"{side}Host" if memory_type == _HOST else f"{side}Device"))
+    address = int(getattr(params, f"{side}Host" if memory_type == _HOST else f"{side}Device"))
+    names = ("Pitch", "Height", "XInBytes", "Y", "Z")
+    pitch, height, x, y, z = (int(getattr(params, f"{side}{name}", 0)) for name in names)
+    if not pitch and params.Height + y > 1:  # rows that lie together
+        pitch = x + int(params.WidthInBytes)
+    return Side(memory_type, address, pitch, height, x, y, z)
 
 
 def copy_of(params: Any, device: int) -> Copy:
     """A ``CUDA_MEMCPY3D``."""
-    sides = {}
-    for side in ("dst", "src"):
-        memory_type, address = _end(params, side)
-        place = (int(getattr(params, f"{side}{name}")) for name in ("Pitch", "Height", "XInBytes", "Y", "Z"))
-        sides[side] = Side(memory_type, address, *place)
-    return Copy(device, sides["dst"], sides["src"], params.WidthInBytes, params.Height, params.Depth)
+    sides = _side(params, "dst"), _side(params, "src")
+    return Copy(device, *sides, params.WidthInBytes, params.Height, params.Depth)
 
 
 def copy_params(copy: Copy) -> Any:
@@ -210,7 +247,6 @@ def _now(operation: Copy | Fill) -> None:
     """Do it on the legacy stream, and wait."""
     with machine:
         context = current()
-        guard()
         operation.check()
         stream = stream_of(0)
         stream.queue(operation)
@@ -237,12 +273,7 @@ def cuMemcpy3DAsync(params: Any, stream: Any) -> None:
 
 def _copy_2d(params: Any, device: int) -> Copy:
     """A ``CUDA_MEMCPY2D``."""
-    sides = {}
-    for side in ("dst", "src"):
-        memory_type, address = _end(params, side)
-        pitch, x, y = (int(getattr(params, f"{side}{name}")) for name in ("Pitch", "XInBytes", "Y"))
-        sides[side] = Side(memory_type, address, pitch or int(params.WidthInBytes), params.Height + y, x, y)
-    return Copy(device, sides["dst"], sides["src"], params.WidthInBytes, params.Height)
+    return Copy(device, _side(params, "dst"), _side(params, "src"), params.WidthInBytes, params.Height)
 
 
 @call(locked=False)
@@ -307,12 +338,12 @@ def _memsets(element: int) -> tuple[Any, Any, Any, Any]:
 
     @call(locked=False)
     def line(to: Any, value: int, count: int) -> None:
-        _now(fill(to, count * element, value, count, 1, current().device))
+        _now(fill(to, 0, value, count, 1, current().device))
 
     @call()
     def line_queued(to: Any, value: int, count: int, stream: Any) -> None:
         queue = stream_of(stream)
-        _later(fill(to, count * element, value, count, 1, queue.context.device), queue)
+        _later(fill(to, 0, value, count, 1, queue.context.device), queue)
 
     @call(locked=False)
     def rows(to: Any, pitch: int, value: int, width: int, height: int) -> None:

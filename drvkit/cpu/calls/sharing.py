@@ -14,13 +14,14 @@ from ..memory import memory
 from ..operations import Act, Allocate, Free, GraphMemory
 from ..races import tracker
 from ..storage import GRANULARITY, Multicast, Physical, Pool, Shareable, addresses, heap, import_file
-from ..streams import Stream
+from ..streams import Stream, guard
 from .base import (
     HOST_BYTES,
     call,
     cu,
     current,
     device_of,
+    drain,
     host_address,
     number_of,
     state,
@@ -28,7 +29,7 @@ from .base import (
     thread_state,
     wait_for_device,
 )
-from .memory import take
+from .memory import freeable, give_back, take
 
 # Pools
 
@@ -45,6 +46,7 @@ def default_pool(device: int) -> Pool:
 
 @call(1)
 def cuMemPoolCreate(properties: Any) -> Any:
+    guard()
     location = properties.location
     if int(properties.allocType) != 1 or int(location.type) != 1:
         raise RefusedError("INVALID_VALUE" if int(properties.allocType) != 1 else "NOT_SUPPORTED")
@@ -64,11 +66,13 @@ def cuMemPoolDestroy(pool: Any) -> None:
 
 @call()
 def cuMemPoolTrimTo(pool: Any, keep: int) -> None:
+    guard()
     pool_of(pool).trim(keep)
 
 
 @call(1)
 def cuMemPoolGetAttribute(pool: Any, attribute: Any) -> Any:
+    guard()
     found, name = pool_of(pool), cu.CUmemPool_attribute(attribute).name.removeprefix("CU_MEMPOOL_ATTR_")
     counts = {
         "RESERVED_MEM_CURRENT": found.reserved,
@@ -121,8 +125,10 @@ def cuMemAllocAsync(nbytes: int, stream: Any) -> Any:
 
 
 def _allocate_async(nbytes: int, pool: Pool, stream: Stream) -> Any:
-    if nbytes <= 0:
-        raise RefusedError("INVALID_VALUE")
+    if stream.capture is None:
+        guard()
+    if not nbytes:
+        return cu.CUdeviceptr(0)
     if stream.capture is not None:
         graph_memory = graph_memory_of(pool.device, nbytes)
         stream.queue(Allocate(graph_memory))
@@ -149,6 +155,10 @@ def graph_memory_of(device: int, nbytes: int) -> GraphMemory:
 @call()
 def cuMemFreeAsync(pointer: Any, stream: Any) -> None:
     queue, address = stream_of(stream), int(pointer)
+    if queue.capture is None:
+        guard()
+    if not address:
+        return
     device = queue.context.device
     graph_memory = state.graph_memory.get(address)
     if graph_memory is not None:
@@ -160,19 +170,17 @@ def cuMemFreeAsync(pointer: Any, stream: Any) -> None:
         else:
             raise RefusedError("INVALID_VALUE")
         return
-    pool = state.pool_of.get(address)
-    if pool is None or queue.capture is not None:
+    if queue.capture is not None:
         raise RefusedError("INVALID_VALUE")
-    del state.pool_of[address]
-    allocation = memory.find(address)
-    assert allocation is not None
-    pool.give_back(allocation.nbytes)
-    state.used[allocation.device] -= allocation.nbytes
+    allocation = freeable(address, ("device", "pool"))
+    give_back(allocation, in_order=True)
+    state.freeing.add(address)
     queue.queue(Act(device, f"free of {address:#x}", functools.partial(_free, address, allocation.nbytes)))
 
 
 def _free(address: int, nbytes: int) -> None:
     """The turn of a free has come."""
+    state.freeing.discard(address)
     memory.check(address, nbytes, read=False, what=f"free of {address:#x}")
     memory.free(address)
 
@@ -183,6 +191,9 @@ def cuDeviceGraphMemTrim(device: Any) -> None:
 
 
 # Physical memory, and what processes share
+
+
+_FILE, _FABRIC = 1, 8  # CUmemAllocationHandleType
 
 
 def _shareable(handle: Any) -> Shareable:
@@ -216,8 +227,8 @@ def cuMemAddressFree(address: Any, nbytes: int) -> None:
 def cuMemCreate(nbytes: int, properties: Any, flags: int) -> Any:
     if not nbytes or nbytes % GRANULARITY or flags or int(properties.type) != 1 or int(properties.location.type) != 1:
         raise RefusedError("INVALID_VALUE")
-    if int(properties.requestedHandleTypes) & ~1:
-        raise RefusedError("NOT_SUPPORTED" if int(properties.requestedHandleTypes) != 8 else "NOT_PERMITTED")
+    if int(properties.requestedHandleTypes) & ~_FILE:
+        raise RefusedError("NOT_PERMITTED" if int(properties.requestedHandleTypes) == _FABRIC else "INVALID_VALUE")
     device = device_of(properties.location.id)
     take(device, nbytes)
     shareable = bool(int(properties.requestedHandleTypes))
@@ -252,7 +263,7 @@ def cuMemMap(address: Any, nbytes: int, offset: int, handle: Any, flags: int) ->
 def cuMemUnmap(address: Any, nbytes: int) -> None:
     context = thread_state.contexts[-1]
     if context is not None:
-        wait_for_device(context)
+        drain(context.device)
     with machine:
         addresses.unmap(int(address), nbytes)
 
@@ -276,15 +287,15 @@ def cuMemGetAccess(location: Any, address: Any) -> int:
 @call(1)
 def cuMemExportToShareableHandle(handle: Any, handle_type: Any, flags: int) -> int:
     shared = _shareable(handle)
-    if flags or int(handle_type) != 1 or not shared.shareable:
-        raise RefusedError("INVALID_VALUE" if int(handle_type) == 1 else "NOT_SUPPORTED")
+    if flags or int(handle_type) != _FILE or not shared.shareable:
+        raise RefusedError("INVALID_VALUE")
     machine.shared = True
     return os.dup(shared.fd)
 
 
 @call(1)
 def cuMemImportFromShareableHandle(handle: Any, handle_type: Any) -> Any:
-    if int(handle_type) != 1:
+    if int(handle_type) != _FILE:
         raise RefusedError("NOT_SUPPORTED")
     machine.shared = True
     return _kept(import_file(int(handle)))
@@ -292,6 +303,7 @@ def cuMemImportFromShareableHandle(handle: Any, handle_type: Any) -> Any:
 
 @call(1)
 def cuIpcGetMemHandle(pointer: Any) -> Any:
+    current()
     allocation = memory.find(int(pointer))
     if allocation is None or allocation.freed or allocation.kind != "device":
         raise RefusedError("INVALID_VALUE")
@@ -362,7 +374,7 @@ def cuMulticastBindAddr(handle: Any, offset: int, pointer: Any, nbytes: int, fla
             raise RefusedError("INVALID_VALUE")
     machine.wait(multicast.is_complete)
     with machine:
-        multicast.bind(offset, mapping.shared, mapping.offset + int(pointer) - mapping.address, nbytes)
+        multicast.bind(offset, mapping.shared, int(pointer) - mapping.address, nbytes)
 
 
 @call()

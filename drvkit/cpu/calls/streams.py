@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import threading
+import ctypes
 from typing import Any
 
 from ..graphs import EventRecord, Graph
 from ..handles import RefusedError, handles
 from ..machine import machine
-from ..operations import HostCall, MemOp, MemOps
-from ..streams import GREATEST_PRIORITY, LEAST_PRIORITY, Capture, Event, Mode, Stream, guard, of_thread
+from ..operations import BARRIER, WAIT, WRITE, HostCall, MemOp, MemOps
+from ..storage import Records
+from ..streams import (
+    GREATEST_PRIORITY,
+    LEAST_PRIORITY,
+    Capture,
+    Event,
+    Stream,
+    captured_graphs,
+    guard,
+    of_thread,
+)
 from .base import (
     call,
     cu,
@@ -45,7 +55,9 @@ def _new_stream(flags: Any, priority: int) -> Any:
 
 @call()
 def cuStreamDestroy(stream: Any) -> None:
-    handles.find(number_of(stream), Stream, "INVALID_HANDLE").destroy()
+    found = handles.find(number_of(stream), Stream, "INVALID_HANDLE")
+    found.context.check()
+    found.destroy()
 
 
 @call(1)
@@ -91,6 +103,7 @@ def cuStreamSynchronize(stream: Any) -> None:
 def cuStreamQuery(stream: Any) -> None:
     with machine:
         found = idle_stream(stream)
+        guard()
         work = found.tail
     if not found.done:
         machine.poll()
@@ -102,7 +115,10 @@ def cuStreamQuery(stream: Any) -> None:
 
 @call()
 def cuStreamWaitEvent(stream: Any, event: Any, flags: int) -> None:
-    stream_of(stream).wait(event_of(event))
+    queue, found = stream_of(stream), event_of(event)
+    if flags not in (0, 1):
+        raise RefusedError("INVALID_VALUE")
+    queue.wait(found, external=flags == 1)
 
 
 @call()
@@ -156,10 +172,11 @@ def _queue_ops(stream: Any, *ops: MemOp, flags: int = 0) -> None:
 def mem_op(params: Any) -> MemOp:
     """A ``CUstreamBatchMemOpParams``."""
     operation = int(params.operation)
-    part = params.waitValue if operation in (1, 4) else params.writeValue if operation in (2, 5) else None
-    if part is None:
-        return MemOp(operation, 0, 0, 0)
-    value = part.value64 if operation in (4, 5) else part.value
+    if operation not in WAIT | WRITE:
+        flags = params.memoryBarrier.flags if operation == BARRIER else 0
+        return MemOp(operation, 0, 0, int(flags))
+    part = params.waitValue if operation in WAIT else params.writeValue
+    value = part.value64 if (WAIT | WRITE)[operation] == 8 else part.value
     return MemOp(operation, int(part.address), int(value), int(part.flags))
 
 
@@ -168,14 +185,35 @@ def cuEventCreate(flags: Any) -> Any:
     number = int(flags)
     if number & ~7 or (number & 4 and not number & 2):
         raise RefusedError("INVALID_VALUE")
-    if number & 4:
-        raise RefusedError("NOT_SUPPORTED")
-    return cu.CUevent(Event(current(), timing=not number & 2).handle)
+    context = current()
+    records = Records() if number & 4 else None
+    return cu.CUevent(Event(context, timing=not number & 2, records=records).handle)
 
 
 @call()
 def cuEventDestroy(event: Any) -> None:
-    handles.drop(handles.find(number_of(event), Event, "INVALID_HANDLE").handle)
+    found = event_of(event)
+    found.context.check()
+    handles.drop(found.handle)
+
+
+@call(1)
+def cuIpcGetEventHandle(event: Any) -> Any:
+    if not number_of(event):
+        raise RefusedError("INVALID_VALUE")
+    found, handle = event_of(event), cu.CUipcEventHandle()
+    found.context.check()
+    if found.records is None:
+        raise RefusedError("INVALID_HANDLE")
+    ctypes.memmove(int(handle.getPtr()), found.records.export().ljust(64, b"\0"), 64)
+    return handle
+
+
+@call(1)
+def cuIpcOpenEventHandle(handle: Any) -> Any:
+    context = current()
+    records = Records.open(ctypes.string_at(int(handle.getPtr()), 64))
+    return cu.CUevent(Event(context, timing=False, records=records).handle)
 
 
 @call()
@@ -188,11 +226,13 @@ def cuEventRecordWithFlags(event: Any, stream: Any, flags: int) -> None:
     """With ``CU_EVENT_RECORD_EXTERNAL`` a captured record is a node."""
     if flags not in (0, 1):
         raise RefusedError("INVALID_VALUE")
-    queue = stream_of(stream)
-    if flags and queue.capture is not None:
-        queue.queue(EventRecord(queue.context.device, event_of(event)))
-    else:
+    if not flags:
         _record(event, stream)
+        return
+    queue, found = stream_of(stream), event_of(event)
+    if queue.capture is None:
+        raise RefusedError("ILLEGAL_STATE")
+    queue.queue(EventRecord(queue.context.device, found))
 
 
 def _record(event: Any, stream: Any) -> None:
@@ -202,34 +242,37 @@ def _record(event: Any, stream: Any) -> None:
     queue.record(found)
 
 
-def _recorded(event: Any) -> Event:
-    found = event_of(event)
-    if found.captured is not None:
-        found.captured[0].invalidate()
+def _waitable(handle: Any) -> Event:
+    """An event that was not recorded in a capture; asking for such a one ends the capture."""
+    event = event_of(handle)
+    event.context.check()
+    inside = event.inside()
+    if inside is not None:
+        inside[0].invalidate()
         raise RefusedError("CAPTURED_EVENT")
-    return found
+    guard()
+    return event
 
 
 @call(locked=False)
 def cuEventQuery(event: Any) -> None:
     with machine:
-        found = _recorded(event)
-        guard()
-        mark = found.mark
-    if not found.reached:
+        found = _waitable(event)
+        reached = found.reached
+    if not reached:
         machine.poll()
     found.context.check()
-    if not found.reached:
-        raise RefusedError("NOT_READY")
-    if mark is not None:
-        saw(mark.work)
+    with machine:
+        if not found.reached:  # where another process recorded it nothing waits for that yet
+            raise RefusedError("NOT_READY")
+        mark = found.mark
+    saw(None if mark is None else mark.work)
 
 
 @call(locked=False)
 def cuEventSynchronize(event: Any) -> None:
     with machine:
-        found = _recorded(event)
-        guard()
+        found = _waitable(event)
         mark = found.mark
     if mark is not None:
         wait(found.context, lambda: mark.reached)
@@ -239,7 +282,10 @@ def cuEventSynchronize(event: Any) -> None:
 @call(1)
 def cuEventElapsedTime(start: Any, end: Any) -> float:
     marks = []
-    for event in (_recorded(start), _recorded(end)):
+    for event in map(event_of, (start, end)):
+        event.context.check()
+        if event.inside() is not None:
+            raise RefusedError("CAPTURED_EVENT")
         if not event.timing or event.mark is None:
             raise RefusedError("INVALID_HANDLE")
         marks.append(event.mark)
@@ -270,7 +316,10 @@ def cuStreamBeginCapture(stream: Any, mode: Any) -> None:
 @call()
 def cuStreamBeginCaptureToGraph(stream: Any, graph: Any, dependencies: Any, data: Any, count: int, mode: Any) -> None:
     into = graph_of(graph)
-    Capture(_no_capture(stream), into, dict(edges_of(into, dependencies, data, count)), int(mode))
+    frontier = dict(edges_of(into, dependencies, data, count))
+    if into in captured_graphs():
+        raise RefusedError("ILLEGAL_STATE")
+    Capture(_no_capture(stream), into, frontier, int(mode))
 
 
 @call(1)
@@ -279,17 +328,10 @@ def cuStreamEndCapture(stream: Any) -> Any:
     capture = found.capture
     if capture is None:
         raise RefusedError("ILLEGAL_STATE")
-    if capture.mode != Mode.RELAXED and capture.thread != threading.get_ident():
-        capture.invalidate()
-        raise RefusedError("STREAM_CAPTURE_WRONG_THREAD")
     if found is not capture.origin:
         capture.invalidate()
         raise RefusedError("STREAM_CAPTURE_UNMATCHED")
-    wrong = capture.end()
-    if wrong is not None:
-        capture.graph.destroy()
-        raise RefusedError(wrong)
-    return cu.CUgraph(capture.graph.handle)
+    return cu.CUgraph(capture.end().handle)
 
 
 @call(1)

@@ -330,12 +330,12 @@ def update_exec(exec_: Any, graph: Any, names: Mapping[int, str] | None = None) 
 
 @case
 def device_attributes(world: World) -> Any:
-    return {
-        attribute.name[len("CU_DEVICE_ATTRIBUTE_") :]: driver.cuDeviceGetAttribute(attribute, world.device)[1]
-        if not driver.cuDeviceGetAttribute(attribute, world.device)[0]
-        else status(driver.cuDeviceGetAttribute(attribute, world.device))
-        for attribute in driver.CUdevice_attribute
-    }
+    def value(attribute: Any) -> Any:
+        result = driver.cuDeviceGetAttribute(attribute, world.device)
+        return status(result) if result[0] else result[1]
+
+    members = driver.CUdevice_attribute.__members__  # also the second names
+    return {name.removeprefix("CU_DEVICE_ATTRIBUTE_"): value(attribute) for name, attribute in members.items()}
 
 
 @case

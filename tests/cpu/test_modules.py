@@ -1,0 +1,227 @@
+"""Images on the CPU devices: what is one, libraries of several devices, and what is known of a kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from drvkit.cpu import driver as cpu
+from drvkit.cpu.calls.base import DEVICES
+from drvkit.driver import open_driver
+
+driver = open_driver("cpu")
+Attribute = cpu.CUfunction_attribute
+
+HEAD = ".version 8.0\n.target sm_90\n.address_size 64\n"
+COUNT = (
+    HEAD
+    + """
+.visible .global .align 4 .u32 counter;
+.visible .entry count(.param .u32 by)
+{
+  .reg .b32 %r<4>;
+  ld.param.u32 %r1, [by]; ld.global.u32 %r2, [counter]; add.u32 %r3, %r1, %r2; st.global.u32 [counter], %r3;
+  ret;
+}
+"""
+)
+
+
+@pytest.fixture(autouse=True)
+def contexts() -> Iterator[list[Any]]:
+    """Of two devices; that of the first one is current."""
+    numbers = (DEVICES - 1, DEVICES - 2)
+    contexts = [driver.cuDevicePrimaryCtxRetain(number) for number in numbers]
+    driver.cuCtxPushCurrent(contexts[0])
+    yield contexts
+    driver.cuCtxPopCurrent()
+    for number in numbers:
+        driver.cuDevicePrimaryCtxRelease(number)
+
+
+def code(result: tuple[Any, ...]) -> str:
+    name: str = result[0].name
+    return name.removeprefix("CUDA_ERROR_").removeprefix("CUDA_")
+
+
+def load(text: str) -> Any:
+    return driver.cuModuleLoadData(text.encode() + b"\0")
+
+
+# ---- images --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        ("/* a */ // .version 99.0\n" + HEAD, "SUCCESS"),
+        (HEAD.replace("8.0", "9.0"), "SUCCESS"),
+        (HEAD.replace("8.0", "9.1"), "UNSUPPORTED_PTX_VERSION"),
+        (HEAD.replace("8.0", "10.0") + "of another syntax", "UNSUPPORTED_PTX_VERSION"),
+        (HEAD.replace("sm_90", "sm_100"), "INVALID_PTX"),
+        (HEAD + "of another syntax", "INVALID_PTX"),
+        ("// .version 8.0\n.target sm_90", "INVALID_IMAGE"),
+        ("/* a */" * 1000, "INVALID_IMAGE"),
+        ("", "INVALID_IMAGE"),
+    ],
+)
+def test_what_is_an_image(text: str, result: str) -> None:
+    found = cpu.cuModuleLoadData(text.encode() + b"\0")
+    assert code(found) == result
+    if result == "SUCCESS":
+        driver.cuModuleUnload(found[1])
+    else:
+        assert cpu.explain(found[0])
+
+
+# ---- libraries -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library() -> Iterator[Any]:
+    library = driver.cuLibraryLoadData(COUNT.encode() + b"\0", None, None, 0, None, None, 0)
+    yield library
+    if code(cpu.cuLibraryGetModule(library)) == "SUCCESS":
+        driver.cuLibraryUnload(library)
+
+
+def count(function: Any, by: int) -> None:
+    driver.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, cpu.CUstream(0), ((by,), (ctypes.c_uint32,)), 0)
+
+
+def counted(library: Any) -> int:
+    address, nbytes = driver.cuModuleGetGlobal(driver.cuLibraryGetModule(library), b"counter")
+    host = np.zeros(1, np.uint32)
+    driver.cuMemcpyDtoH(host, address, nbytes)
+    return int(host[0])
+
+
+def test_each_device_has_a_module_of_a_library(library: Any, contexts: list[Any]) -> None:
+    kernel = driver.cuLibraryGetKernel(library, b"count")
+    assert int(kernel) == int(driver.cuLibraryGetKernel(library, b"count"))
+    functions = []
+    for context, by in zip(contexts, (3, 4), strict=True):
+        driver.cuCtxSetCurrent(context)
+        functions.append(driver.cuKernelGetFunction(kernel))
+        count(functions[-1], by)
+        count(cpu.CUfunction(int(kernel)), 10)  # a kernel stands for the function of the current device
+    for context, function, total in zip(contexts, functions, (13, 14), strict=True):
+        driver.cuCtxSetCurrent(context)
+        assert counted(library) == total
+        assert int(driver.cuFuncGetModule(function)) == int(driver.cuLibraryGetModule(library))
+    driver.cuCtxSetCurrent(contexts[0])
+
+
+def test_a_library_is_unloaded_as_a_whole(library: Any) -> None:
+    kernel, module = driver.cuLibraryGetKernel(library, b"count"), driver.cuLibraryGetModule(library)
+    function = driver.cuKernelGetFunction(kernel)
+    assert code(cpu.cuModuleUnload(module)) == "NOT_PERMITTED"
+    count(function, 1)
+    driver.cuLibraryUnload(library)
+    gone = [
+        cpu.cuLibraryUnload(library),
+        cpu.cuLibraryGetKernel(library, b"count"),
+        cpu.cuKernelGetFunction(kernel),
+        cpu.cuModuleGetFunction(module, b"count"),
+        cpu.cuFuncGetName(function),
+        cpu.cuFuncGetName(cpu.CUfunction(int(kernel))),
+    ]
+    assert [code(result) for result in gone] == ["INVALID_HANDLE"] * len(gone)
+
+
+def test_a_library_needs_no_context_but_its_functions_do(contexts: list[Any]) -> None:
+    driver.cuCtxSetCurrent(cpu.CUcontext(0))
+    library = driver.cuLibraryLoadData(COUNT.encode() + b"\0", None, None, 0, None, None, 0)
+    kernel = driver.cuLibraryGetKernel(library, b"count")
+    assert code(cpu.cuLibraryGetModule(library)) == code(cpu.cuKernelGetFunction(kernel)) == "INVALID_CONTEXT"
+    assert code(cpu.cuLibraryGetKernel(library, b"nope")) == "NOT_FOUND"
+    driver.cuLibraryUnload(library)
+    assert code(cpu.cuLibraryLoadData(b"nonsense\0", None, None, 0, None, None, 0)) == "INVALID_IMAGE"
+    driver.cuCtxSetCurrent(contexts[0])
+
+
+def test_attributes_of_a_librarys_kernel_are_of_a_device(library: Any) -> None:
+    kernel, most = (
+        driver.cuLibraryGetKernel(library, b"count"),
+        Attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+    )
+    driver.cuKernelSetAttribute(most, 100_000, kernel, DEVICES - 1)
+    assert driver.cuKernelGetAttribute(most, kernel, DEVICES - 1) == 100_000
+    assert driver.cuFuncGetAttribute(most, driver.cuKernelGetFunction(kernel)) == 100_000
+    assert driver.cuKernelGetAttribute(most, kernel, DEVICES - 2) == 48 * 1024
+    assert code(cpu.cuKernelGetAttribute(most, kernel, DEVICES)) == "INVALID_DEVICE"
+
+
+# ---- kernels -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def module() -> Iterator[Any]:
+    """With kernels that need few and many registers."""
+    numbers = range(100)
+    loads = "".join(f"ld.global.u32 %r{i}, [%rd1+{4 * i}]; " for i in numbers)
+    stores = "".join(f"st.global.u32 [%rd1+{4 * i}], %r{i}; " for i in numbers)
+    module = load(
+        f"""{HEAD}
+.visible .entry small() {{ ret; }}
+.visible .entry large(.param .u64 at)
+{{
+  .reg .b64 %rd<2>; .reg .b32 %r<101>; .reg .pred %p1;
+  ld.param.u64 %rd1, [at]; {loads}
+  mov.u32 %r100, %tid.x; setp.eq.u32 %p1, %r100, 0;
+  @%p1 bra behind;
+  bar.sync 0;
+behind:
+  {stores}
+  ret;
+}}
+"""
+    )
+    yield module
+    driver.cuModuleUnload(module)
+
+
+def blocks(function: Any, threads: int, shared: int = 0) -> int:
+    return int(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared))
+
+
+def test_settings_of_a_kernel_are_told(module: Any) -> None:
+    small = driver.cuModuleGetFunction(module, b"small")
+    for name, usual, value, wrong in (
+        ("PREFERRED_SHARED_MEMORY_CARVEOUT", -1, 50, 101),
+        ("NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 0, 1, 2),
+        ("CLUSTER_SCHEDULING_POLICY_PREFERENCE", 0, 2, 3),
+    ):
+        attribute = Attribute.__members__[f"CU_FUNC_ATTRIBUTE_{name}"]
+        assert driver.cuFuncGetAttribute(attribute, small) == usual
+        driver.cuFuncSetAttribute(small, attribute, value)
+        assert code(cpu.cuFuncSetAttribute(small, attribute, wrong)) == "INVALID_VALUE"
+        assert driver.cuFuncGetAttribute(attribute, small) == value
+    assert code(cpu.cuFuncSetAttribute(small, Attribute.CU_FUNC_ATTRIBUTE_PTX_VERSION, 80)) == "INVALID_VALUE"
+
+
+def test_the_architecture_of_the_text_is_told() -> None:
+    module = load(HEAD.replace("sm_90", "sm_80") + ".visible .entry k() { ret; }")
+    function = driver.cuModuleGetFunction(module, b"k")
+    versions = (Attribute.CU_FUNC_ATTRIBUTE_PTX_VERSION, Attribute.CU_FUNC_ATTRIBUTE_BINARY_VERSION)
+    assert [driver.cuFuncGetAttribute(version, function) for version in versions] == [80, 90]
+    driver.cuModuleUnload(module)
+
+
+def test_shared_memory_counts_as_far_as_the_kernel_may_ask_for_it(module: Any) -> None:
+    small = driver.cuModuleGetFunction(module, b"small")
+    assert (blocks(small, 32, 10_000), blocks(small, 32, 100_000)) == (20, 0)
+    driver.cuFuncSetAttribute(small, Attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 232_448)
+    assert (blocks(small, 32, 100_000), blocks(small, 32, 232_448), blocks(small, 32, 232_449)) == (2, 1, 0)
+
+
+def test_registers_bound_how_many_blocks_there_are(module: Any) -> None:
+    small, large = (driver.cuModuleGetFunction(module, name) for name in (b"small", b"large"))
+    registers = driver.cuFuncGetAttribute(Attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, large)
+    assert 100 <= registers < 128
+    assert [blocks(small, threads) for threads in (32, 512, 1024)] == [32, 4, 2]
+    assert [blocks(large, threads) for threads in (32, 512, 1024)] == [16, 1, 0]
