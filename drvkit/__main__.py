@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 import time
+from contextlib import nullcontext
 
 __all__ = ["main"]
 
@@ -41,9 +42,10 @@ def main(arguments: list[str] | None = None) -> int:
         return _check(given.script, rest)
     os.environ["DRVKIT_CPU_MODE"] = "explored"
     if given.seed is not None:
-        from .cpu.explore import replay
+        from .cpu.explore import follow, run
 
-        return replay(given.script, rest, given.seed)
+        follow(given.seed)
+        return run(given.script, rest)
     return _explore(given, rest)
 
 
@@ -64,24 +66,44 @@ def _check(script: str, arguments: list[str]) -> int:
 
 
 def _explore(given: argparse.Namespace, arguments: list[str]) -> int:
-    from .cpu.explore import explore, summary
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
-    outcomes, failed, told, start = [], 0, 0.0, time.monotonic()
-    runs = explore(given.script, arguments, range(given.schedules), jobs=given.jobs, timeout_s=given.timeout)
-    for outcome in runs:
-        outcomes.append(outcome)
-        if outcome.failed and not failed:
-            print(f"seed {outcome.seed} failed:\n{outcome.said.rstrip()}\n", flush=True)
-        failed += outcome.failed
-        if failed and given.until_failure:
-            runs.close()
-            break
-        if time.monotonic() - told > (0.1 if sys.stderr.isatty() else 10):
-            told = time.monotonic()
-            end = "\r" if sys.stderr.isatty() else "\n"
-            print(
-                f"{len(outcomes)} of {given.schedules} schedules, {failed} failed", end=end, file=sys.stderr, flush=True
-            )
+    from .cpu.explore import explore, run, summary
+
+    outcomes, failed, told, start = [], 0, time.monotonic(), time.monotonic()
+    seeds = range(given.schedules)
+    runs = explore(lambda: run(given.script, arguments), seeds, jobs=given.jobs, timeout_s=given.timeout)
+    columns = (
+        "{task.completed} of {task.total} schedules, {task.fields[failed]} failed",
+        BarColumn(),
+        TimeRemainingColumn(),
+    )
+    # Without a thread of its own: the process forks.
+    progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
+    bar = progress.add_task("", total=given.schedules, failed=0)
+    shown = sys.stderr.isatty()
+    with progress if shown else nullcontext():
+        for outcome in runs:
+            outcomes.append(outcome)
+            if outcome.failed and not failed:
+                progress.stop()
+                print(f"seed {outcome.seed} failed:\n{outcome.said.rstrip()}\n", flush=True)
+                if shown:
+                    progress.start()
+            failed += outcome.failed
+            progress.update(bar, completed=len(outcomes), failed=failed)
+            if failed and given.until_failure:
+                runs.close()
+                break
+            if time.monotonic() - told > (0.1 if shown else 10):
+                told = time.monotonic()
+                if shown:
+                    progress.refresh()
+                else:
+                    print(
+                        f"{len(outcomes)} of {given.schedules} schedules, {failed} failed", file=sys.stderr, flush=True
+                    )
     print(f"{summary(outcomes)}; {time.monotonic() - start:.1f} s")
     if failed:
         first = next(outcome.seed for outcome in outcomes if outcome.failed)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import settings
 from kernels import SOURCE
 from numpy.typing import DTypeLike, NDArray
 
@@ -24,6 +25,9 @@ from drvkit.lifetime import live
 from drvkit.memory import Buffer
 from drvkit.module import Module
 
+settings.register_profile("drvkit", deadline=None)  # a busy machine is no failure
+settings.load_profile("drvkit")
+pytest_plugins = ["drvkit.pytest_plugin", "pytester"]
 _FAILED = pytest.StashKey[bool]()
 
 

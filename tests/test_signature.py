@@ -181,6 +181,9 @@ def test_a_small_float_becomes_its_nearest_neighbour_or_is_refused(ctype: str, v
         top, below = np.sort(values)[-1], np.sort(values)[-2]
         assert abs(value) >= top + (top - below) / 2 or (values.min() > 0 and value <= values.min())
     else:
+        if ctype == "__nv_fp8_e8m0" and 2.0**-127 < value < 2.0**-126:  # ml_dtypes takes either neighbour there
+            assert got in (2.0**-127, 2.0**-126)
+            return
         with np.errstate(over="ignore"):
             assert abs(got - value) == np.abs(values - value).min()
 

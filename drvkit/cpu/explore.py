@@ -1,4 +1,4 @@
-"""Running a script under hostile schedules and weak memory, again and again.
+"""Running a script or a test under hostile schedules and weak memory, again and again.
 
 Each run is a process of its own, forked from one that has imported everything. Its seed decides all: which work, block
 and warp goes on, where it is interrupted (at every volatile access, atomic and fence), and when whose stores are seen.
@@ -19,11 +19,14 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-__all__ = ["Outcome", "Schedule", "explore", "replay", "run", "summary"]
+__all__ = ["SKIPPED", "Outcome", "Schedule", "explore", "follow", "run", "summary", "unseen_fault"]
+
+LATE = 124  # the code of a run that took too long
+SKIPPED = 77  # the exit code of a run that found that it has nothing to do
 
 STICKS = (1, 4, 16, 64, 256, 1024)  # for how many choices a schedule favours one place
 STRENGTHS = (0.5, 0.9, 1.0)  # and how often it then takes that
@@ -56,24 +59,33 @@ class Outcome:
     """How a run ended."""
 
     seed: int
-    failed: bool
+    code: int  # of its exit; negative, a signal's; `LATE`
     said: str  # what it printed
     why: str  # the last line of that
 
+    @property
+    def failed(self) -> bool:
+        return self.code not in (0, SKIPPED)
 
-def replay(script: str, arguments: Sequence[str], seed: int) -> int:
-    """The run of a seed, here; its exit code."""
+
+def follow(seed: int) -> None:
+    """From here on, the schedule of a seed."""
     from .machine import machine
 
     machine.background = False
     machine.choose = Schedule(seed)
-    return run(script, arguments)
+
+
+def unseen_fault() -> str | None:
+    """What went wrong so far, also in work that nobody has waited for."""
+    from .machine import machine
+
+    machine.wait(lambda: not any(machine.left.values()))
+    return None if machine.newest_fault is None else str(machine.newest_fault)
 
 
 def run(script: str, arguments: Sequence[str]) -> int:
     """A script as if Python had been called with it; its exit code, also if work that it did not wait for fails."""
-    from .machine import machine
-
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     code = 0
@@ -86,19 +98,20 @@ def run(script: str, arguments: Sequence[str]) -> int:
     except BaseException:
         traceback.print_exc()
         return 1
-    machine.wait(lambda: not any(machine.left.values()))  # what the script did not wait for
-    if not code and machine.newest_fault is not None:
-        print(machine.newest_fault, file=sys.stderr)
+    fault = unseen_fault()
+    if not code and fault:
+        print(fault, file=sys.stderr)
         code = 1
     return code
 
 
-def _child(script: str, arguments: Sequence[str], seed: int, output: int) -> NoReturn:
+def _child(body: Callable[[], int], seed: int, output: int) -> NoReturn:
     code = 70
     try:
         os.dup2(output, 1)
         os.dup2(output, 2)
-        code = replay(script, arguments, seed)
+        follow(seed)
+        code = body()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
@@ -106,9 +119,9 @@ def _child(script: str, arguments: Sequence[str], seed: int, output: int) -> NoR
 
 
 def explore(
-    script: str, arguments: Sequence[str], seeds: Sequence[int], *, jobs: int = 1, timeout_s: float = 60.0
+    body: Callable[[], int], seeds: Sequence[int], *, jobs: int = 1, timeout_s: float = 60.0
 ) -> Generator[Outcome, None, None]:
-    """Run a script once for each seed, ``jobs`` at a time; the outcomes as they come.
+    """Run ``body``, which gives an exit code, once for each seed, ``jobs`` at a time; the outcomes as they come.
 
     A run that takes longer than ``timeout_s`` is ended, and has failed.
     """
@@ -128,7 +141,7 @@ def explore(
                 sys.stderr.flush()
                 pid = os.fork()
                 if not pid:
-                    _child(script, arguments, seed, output)
+                    _child(body, seed, output)
                 running[pid] = seed, output, time.monotonic()
             for pid, (seed, output, start) in list(running.items()):
                 late = time.monotonic() - start > timeout_s
@@ -151,11 +164,12 @@ def _outcome(seed: int, output: int, status: int, timeout_s: float | None) -> Ou
     os.close(output)
     code = os.waitstatus_to_exitcode(status)
     if timeout_s is not None:
+        code = LATE
         said += f"not done after {timeout_s:g} s\n"
     elif code < 0:
         said += f"killed by {signal.Signals(-code).name}\n"
     lines = said.strip().splitlines()
-    return Outcome(seed, timeout_s is not None or code != 0, said, lines[-1] if lines and code else "")
+    return Outcome(seed, code, said, lines[-1] if lines and code else "")
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:

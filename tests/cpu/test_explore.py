@@ -94,7 +94,7 @@ def test_a_schedule_starves_and_is_fair_in_the_end() -> None:
 
 
 def test_a_summary_groups_failures() -> None:
-    results = [Result(0, False, "", ""), Result(1, True, "x\ny\n", "y"), Result(2, True, "y", "y")]
+    results = [Result(0, 0, "", ""), Result(1, 1, "x\ny\n", "y"), Result(2, 1, "y", "y")]
     assert summary(results) == "2 of 3 schedules failed\n  2 x y (seeds 1, 2)"
     assert summary(results[:1]) == "1 schedules, none failed"
 
