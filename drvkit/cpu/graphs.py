@@ -156,6 +156,7 @@ class Graph:
         owner: the node that it is inside of.
         twins: of a clone: the nodes that stand for those of the original.
         execs: how many there are of it.
+        destroyed: it has nothing any more. A body can be that before its node: a broken capture takes its graph along.
     """
 
     def __init__(self, owner: Node | None = None) -> None:
@@ -165,6 +166,7 @@ class Graph:
         self.conditions: list[Condition] = []
         self.twins: dict[Node, Node] = {}
         self.execs = 0
+        self.destroyed = False
 
     def walk(self) -> Iterator[Node]:
         """All nodes, those inside of others too."""
@@ -308,10 +310,13 @@ class Graph:
             copy.twins[node] = copy.add(operation)
             copy.twins[node].name = node.name
         for source, target, data in self.edges():
-            copy.add_edge(copy.twins[source], copy.twins[target], data)
+            copy.connect(copy.twins[source], copy.twins[target], data)
         return copy
 
     def destroy(self) -> None:
+        if self.destroyed:
+            return
+        self.destroyed = True
         handles.drop(self.handle)
         for node in self.nodes:
             self._forget(node)
@@ -327,7 +332,10 @@ class Graph:
         return [node for node in self.nodes if not node.dependents]
 
     def ordered(self) -> list[Node]:
-        """Its nodes, each behind those that it waits for; `InstantiateError` names one of a circle."""
+        """Its nodes, each behind those that it waits for; `InstantiateError` names one of a circle, or whose body is
+        gone."""
+        if self.destroyed:
+            raise InstantiateError(InstantiateError.INVALID_STRUCTURE, self.owner)
         missing = {node: len(node.dependencies) for node in self.nodes}
         order = [node for node, count in missing.items() if not count]
         for node in order:
@@ -359,6 +367,12 @@ def check_port(source: str, data: EdgeData) -> None:
     """Only kernels have ports."""
     if data not in MOMENTS or (data != PLAIN and source != "kernel"):
         raise RefusedError("INVALID_VALUE")
+
+
+def _moment(data: EdgeData, operation: Operation) -> int:
+    """What an operation waits for: only a kernel can begin before what it depends on ends, and wait for that later."""
+    programmatic = data in (PROGRAMMATIC, PROGRAMMATIC_START)
+    return END if programmatic and not isinstance(operation, Launch) else MOMENTS[data]
 
 
 # ---- execs ---------------------------------------------------------------------------------------------------------
@@ -451,7 +465,7 @@ class _Structure:
             steps: list[Step] = []
             ends: list[int] = []  # where each item ends
             for item in self.items:
-                edges = tuple((len(steps) - ends[place], MOMENTS[data]) for place, data in item.edges)
+                edges = tuple((len(steps) - ends[place], _moment(data, item.operation)) for place, data in item.edges)
                 operation = item.operation
                 if isinstance(operation, Child):
                     steps.append(Step(Empty(operation.device), edges))

@@ -12,10 +12,10 @@ import ctypes
 import os
 import re
 import struct
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import ClassVar
-from weakref import WeakSet
 
 from .handles import RefusedError, handles
 from .machine import machine
@@ -50,7 +50,7 @@ class Pool:
         reserved: what the pool keeps for itself.
     """
 
-    _all: ClassVar[WeakSet[Pool]] = WeakSet()
+    _all: ClassVar[weakref.WeakSet[Pool]] = weakref.WeakSet()
 
     def __init__(self, device: int, *, maximum: int = 0) -> None:
         self.device, self.maximum = device, maximum
@@ -513,7 +513,8 @@ class Records:
         if fd is None:
             fd = os.memfd_create("drvkit-event", os.MFD_CLOEXEC)
             os.pwrite(fd, self._HEAD.pack(0), 0)
-        self._file = os.fdopen(fd, "r+b", buffering=0)  # closed with the last of those who use it
+        self._fd = fd
+        weakref.finalize(self, os.close, fd)  # work in flight uses it longer than the event
 
     @classmethod
     def open(cls, handle: bytes) -> Records:
@@ -537,10 +538,6 @@ class Records:
         return self._HANDLE.pack(os.getpid(), self._fd, os.fstat(self._fd).st_ino)
 
     @property
-    def _fd(self) -> int:
-        return self._file.fileno()
-
-    @property
     def newest(self) -> int:
         """The number of the newest record; 0 if there is none."""
         number: int = self._HEAD.unpack(os.pread(self._fd, self._HEAD.size, 0))[0]
@@ -556,4 +553,4 @@ class Records:
         os.pwrite(self._fd, b"\1", self._HEAD.size + number)
 
     def is_reached(self, number: int) -> bool:
-        return not number or os.pread(self._fd, 1, self._HEAD.size + number) == b"\1"
+        return os.pread(self._fd, 1, self._HEAD.size + number) == b"\1"

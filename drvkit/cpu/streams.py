@@ -208,6 +208,9 @@ class Stream:
             raise RefusedError("ILLEGAL_STATE")
         if inside is not None:
             capture, frontier = inside
+            if self is self.context.legacy:
+                capture.invalidate()
+                raise RefusedError("STREAM_CAPTURE_IMPLICIT")
             capture.join(self, frontier)
         elif (mark := event.mark) is not None and (tracker.on or not mark.reached):
             work = Work(f"wait for {event}", self.context.device)

@@ -190,7 +190,7 @@ REFUSED: list[tuple[str, Callable[[Place], Any], str]] = [
     ("arguments", lambda p: _launch(p, "store"), "INVALID_VALUE"),
     ("wait misaligned", lambda p: cpu.cuStreamWaitValue32(p.stream, int(p.memory) + 1, 0, 0), "INVALID_VALUE"),
     ("unrecorded event", lambda p: cpu.cuEventElapsedTime(*[driver.cuEventCreate(0)] * 2), "INVALID_HANDLE"),
-    ("peer that is itself", lambda p: cpu.cuCtxEnablePeerAccess(p.context, 0), "INVALID_DEVICE"),
+    ("peer that is itself", lambda p: cpu.cuCtxEnablePeerAccess(p.context, 0), "PEER_ACCESS_UNSUPPORTED"),
     ("peer that is none", lambda p: cpu.cuCtxDisablePeerAccess(p.context), "PEER_ACCESS_NOT_ENABLED"),
     ("end of no capture", lambda p: cpu.cuStreamEndCapture(p.stream), "ILLEGAL_STATE"),
     (
@@ -246,16 +246,19 @@ def test_what_was_destroyed_is_known_no_more(place: Place) -> None:
 
 def test_without_a_context_a_thread_can_do_little(place: Place) -> None:
     codes: list[str] = []
+    freed = driver.cuMemAlloc(16)
 
     def work() -> None:
         codes.append(code(cpu.cuMemAlloc(16)))
         codes.append(code(cpu.cuCtxSynchronize()))
         codes.append(code(cpu.cuMemsetD8Async(place.memory, 1, 4, place.stream)))  # its stream has one
+        codes.append(code(cpu.cuMemFree(freed)))  # and so has memory
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert codes == ["INVALID_CONTEXT", "INVALID_CONTEXT", "SUCCESS"]
+    assert codes == ["INVALID_CONTEXT", "INVALID_CONTEXT", "SUCCESS", "SUCCESS"]
+    assert code(cpu.cuMemFree(freed)) == "INVALID_VALUE"
 
 
 # ---- faults --------------------------------------------------------------------------------------------------------
@@ -283,6 +286,41 @@ def test_a_fault_is_told_by_every_later_call_until_the_reset(place: Place, neigh
     assert place.read() == [0], "what came after the fault was dropped"
     place.launch("store", int(place.memory), 8)
     assert place.read() == [8]
+
+
+def test_a_fault_is_told_by_whatever_uses_its_context_and_by_nothing_else(place: Place, neighbour: Place) -> None:
+    event, graph = driver.cuEventCreate(0), driver.cuGraphCreate(0)
+    driver.cuCtxSetCurrent(place.context)
+    lost = driver.cuEventCreate(0)
+    place.launch("store", 64, 1)
+    assert code(cpu.cuStreamSynchronize(place.stream)) == "ILLEGAL_ADDRESS"
+    uses: list[Callable[[], Any]] = [
+        lambda: cpu.cuEventQuery(lost),
+        lambda: cpu.cuEventDestroy(lost),
+        lambda: cpu.cuStreamDestroy(place.stream),
+        lambda: cpu.cuModuleUnload(place.module),
+        lambda: cpu.cuFuncGetAttribute(cpu.CUfunction_attribute(0), kernel),
+        lambda: cpu.cuMemFree(place.memory),
+        lambda: cpu.cuGraphAddKernelNode(graph, None, 0, params),
+    ]
+    driver.cuCtxSetCurrent(neighbour.context)
+    kernel = neighbour.kernel("bounded")
+    params = cpu.CUDA_KERNEL_NODE_PARAMS()
+    params.gridDimX = params.gridDimY = params.gridDimZ = params.blockDimX = params.blockDimY = params.blockDimZ = 1
+    params.func = kernel
+    assert code(uses[-1]()) == "SUCCESS"
+    driver.cuDevicePrimaryCtxReset(place.number)
+    params.func = kernel = place.kernel("bounded")
+    place.launch("store", 64, 1)
+    assert code(cpu.cuStreamSynchronize(place.stream)) == "ILLEGAL_ADDRESS"
+    assert [code(use()) for use in uses] == ["ILLEGAL_ADDRESS"] * len(uses), "by a handle, though another is current"
+    assert code(cpu.cuEventRecord(event, neighbour.stream)) == "SUCCESS"
+    driver.cuCtxSetCurrent(place.context)
+    assert code(cpu.cuStreamSynchronize(neighbour.stream)) == "SUCCESS", "a handle of another"
+    node = cpu.cuGraphAddEventRecordNode(graph, None, 0, lost)
+    others = [node, cpu.cuGraphClone(graph), cpu.cuDeviceGetCount(), cpu.cuCtxGetDevice(), cpu.cuGraphDestroy(graph)]
+    assert [code(result) for result in others] == ["SUCCESS"] * len(others)
+    assert code(cpu.cuGraphInstantiate(driver.cuGraphCreate(0), 0)) == "ILLEGAL_ADDRESS"
 
 
 def test_a_kernel_that_waits_for_nobody_is_a_deadlock_that_is_told(

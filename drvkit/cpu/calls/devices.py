@@ -251,7 +251,7 @@ def cuCtxSynchronize() -> None:
 def cuCtxEnablePeerAccess(peer: Any, flags: int) -> None:
     context, other = current(), handles.find(number_of(peer), Context, "INVALID_CONTEXT")
     if other is context or flags:
-        raise RefusedError("INVALID_DEVICE" if other is context else "INVALID_VALUE")
+        raise RefusedError("PEER_ACCESS_UNSUPPORTED" if other is context else "INVALID_VALUE")
     if other.device in context.peers:
         raise RefusedError("PEER_ACCESS_ALREADY_ENABLED")
     context.peers.add(other.device)

@@ -262,6 +262,8 @@ def _operation(params: Any) -> Operation:
 @call()
 def cuGraphDestroyNode(node: Any) -> None:
     found = node_of(node)
+    if found.graph in captured_graphs():
+        raise RefusedError("ILLEGAL_STATE")
     found.graph.remove(found)
 
 

@@ -151,7 +151,6 @@ def cuLibraryLoadData(
     code: Any, jit: Any, jit_values: Any, jit_count: int, options: Any, values: Any, count: int
 ) -> Any:
     """It belongs to no context. Its options are for a compiler that is not needed here."""
-    guard()
     context = thread_state.contexts[-1]
     with _images_refused():
         return cu.CUlibrary(Library(image_of(code), context.device if context is not None else 0).handle)
@@ -282,6 +281,7 @@ def cuOccupancyMaxActiveBlocksPerMultiprocessor(function: Any, threads: int, sha
 
 @call(1)
 def cuOccupancyMaxActiveClusters(function: Any, config: Any) -> int:
+    current()
     launch, _ = launch_of(int(config.getPtr()), kernel_of(function), 0)
     x, y, z = launch.cluster
     bx, by, bz = launch.block

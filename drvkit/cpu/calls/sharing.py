@@ -58,6 +58,7 @@ def cuMemPoolCreate(properties: Any) -> Any:
 @call()
 def cuMemPoolDestroy(pool: Any) -> None:
     """What was allocated from it goes on until it is freed."""
+    guard()
     found = pool_of(pool)
     if found in state.default_pools.values():
         raise RefusedError("INVALID_VALUE")
@@ -87,6 +88,7 @@ def cuMemPoolGetAttribute(pool: Any, attribute: Any) -> Any:
 
 @call()
 def cuMemPoolSetAttribute(pool: Any, attribute: Any, value: Any) -> None:
+    guard()
     found, name = pool_of(pool), cu.CUmemPool_attribute(attribute).name.removeprefix("CU_MEMPOOL_ATTR_")
     if name in found.attributes:
         found.attributes[name] = int(value)
@@ -109,6 +111,7 @@ def cuDeviceGetMemPool(device: Any) -> Any:
 
 @call()
 def cuDeviceSetMemPool(device: Any, pool: Any) -> None:
+    guard()
     state.pools[device_of(device)] = pool_of(pool)
 
 

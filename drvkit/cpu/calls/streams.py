@@ -362,8 +362,10 @@ def cuStreamUpdateCaptureDependencies(stream: Any, dependencies: Any, data: Any,
     capture = found.capture
     if capture is None:
         raise RefusedError("ILLEGAL_STATE")
+    if flags not in (0, 1):
+        raise RefusedError("INVALID_VALUE")
     given = dict(edges_of(capture.graph, dependencies, data, count))
-    capture.set_frontier(found, given if flags == 1 else capture.frontier(found) | given)
+    (capture.set_frontier if flags else capture.join)(found, given)
 
 
 @call(1)
