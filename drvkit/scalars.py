@@ -121,6 +121,8 @@ def _floats(dtype: np.dtype[Any]) -> Callable[[Any], Any]:
         most = float("inf")
     with np.errstate(all="ignore"):
         sign = "" if np.isfinite(np.asarray(-1.0).astype(dtype).astype(np.float64)) else "positive, "  # e8m0: no sign
+    # ml_dtypes rounds what is no normal float32 up: to the second value of e8m0, whose first is not normal there.
+    first = 1.5 * float(limits.smallest_normal) if sign else 0.0
 
     def real(value: Any) -> Any:
         if value.__class__ is not float:
@@ -139,6 +141,8 @@ def _floats(dtype: np.dtype[Any]) -> Callable[[Any], Any]:
             value = float(value)
         if not ml:
             return value
+        if 0.0 < value < first:
+            return 0
         with np.errstate(all="ignore"):
             packed = _to_odd(value).astype(dtype)
         back = float(packed.astype(np.float64))
