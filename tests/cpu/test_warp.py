@@ -339,8 +339,9 @@ def test_lanes_that_go_round_a_loop_in_two_places_meet_again_at_its_head(between
     st.shared.u32 [tile], %lane;
     and.b32 %r1, %lane, 1; setp.ne.u32 %p1, %r1, 0;
     mov.b32 %r2, 0; mov.b32 %d0, 0;
-    ROUND: shfl.sync.idx.b32 %r3, %lane, 3, 31, -1;
-    add.u32 %d0, %d0, %r3; add.u32 %r2, %r2, 1;
+    ROUND: add.u32 %r2, %r2, 1;
+    shfl.sync.idx.b32 %r3, %lane, 3, 31, -1;
+    add.u32 %d0, %d0, %r3;
     setp.ge.u32 %p2, %r2, 4; @%p2 bra LEFT;
     @%p1 bra ROUND;
     add.u32 %d0, %d0, 100; {between}

@@ -252,16 +252,6 @@ class Lower:
                 loaded = b.load(vector(self.kind(register), WARP), place, align=min(64, SIZES[register.type] * WARP))
             b.store(loaded, self.slots[register], align=64)
 
-    def _save(self, registers: Sequence[Register]) -> None:
-        b = self.b
-        for register in registers:
-            place = b.at(self.warp, self.register_offsets[register])
-            value = b.load(vector(self.kind(register), WARP), self.slots[register], align=64)
-            if register.type == "pred":
-                b.store(b.bits(value), place, align=4)
-            else:
-                b.store(value, place, align=min(64, SIZES[register.type] * WARP))
-
     def _block(self, number: int, block: Block) -> None:
         b = self.b
         self.number, self.current = number, block
@@ -406,29 +396,33 @@ class Lower:
 
     def stop(self, code: int, *, polled: int | None = None, i: Instruction | None = None) -> None:
         """Leave the function; the warp goes on where its lanes' pcs stand."""
-        b = self.b
-        b.store(b.load(f"<{WARP} x i32>", self.pc_slot, align=128), self.warp, align=64)
         if polled is not None:
-            b.store(constant("i32", polled), self.warp_place("polled"), align=4)
-        b.store(constant("i32", EXITED), self.warp_place("together"), align=4)
-        b.store(constant("i32", self.place(i or self.current.last or self.i)), self.warp_place("place"), align=4)
-        self._save(self.crossing)
-        b.line(f"ret i32 {code}")
+            self.b.store(constant("i32", polled), self.warp_place("polled"), align=4)
+        self._leave(code, EXITED, self.crossing, i)
 
     def stop_at(self, target: int, code: int, *, polled: int | None = None, i: Instruction | None = None) -> None:
         """`stop`, where all running lanes go on with one block: if no other lane lives, save what that needs only."""
         b = self.b
         self._set_pc(self.pcs(target))
         self.starts.add(target)
-        with b.when(
-            b.compare("icmp eq", b.load("i32", self.other_slot, align=4), constant("i32", EXITED)), likely=True
-        ):
-            b.store(b.load(f"<{WARP} x i32>", self.pc_slot, align=128), self.warp, align=64)
-            b.store(constant("i32", target), self.warp_place("together"), align=4)
-            b.store(constant("i32", self.place(i or self.current.last or self.i)), self.warp_place("place"), align=4)
-            self._save(self._needed(target))
-            b.line(f"ret i32 {code}")
+        together = b.compare("icmp eq", b.load("i32", self.other_slot, align=4), constant("i32", EXITED))
+        with b.when(together, likely=True):
+            self._leave(code, target, self._needed(target), i)
         self.stop(code, polled=polled, i=i)
+
+    def _leave(self, code: int, together: int, saved: Sequence[Register], i: Instruction | None) -> None:
+        b = self.b
+        b.store(b.load(f"<{WARP} x i32>", self.pc_slot, align=128), self.warp, align=64)
+        b.store(constant("i32", together), self.warp_place("together"), align=4)
+        b.store(constant("i32", self.place(i or self.current.last or self.i)), self.warp_place("place"), align=4)
+        for register in saved:
+            place = b.at(self.warp, self.register_offsets[register])
+            value = b.load(vector(self.kind(register), WARP), self.slots[register], align=64)
+            if register.type == "pred":
+                b.store(b.bits(value), place, align=4)
+            else:
+                b.store(value, place, align=min(64, SIZES[register.type] * WARP))
+        b.line(f"ret i32 {code}")
 
     def suspend(self, code: int, i: Instruction) -> None:
         """End the block here: the warp stops, and goes on with the next block."""
