@@ -16,7 +16,7 @@ from .handles import RefusedError, handles
 from .machine import END, START, TRIGGER, Once, Outcome, Plain, Task, Work, machine
 from .memory import memory
 from .operations import Allocate, Copy, Empty, Free, Launch, Operation, Shared
-from .races import tracker
+from .order import tracker
 
 if TYPE_CHECKING:
     from .streams import Event, Stream

@@ -16,7 +16,8 @@ from . import compiler
 from .fault import Fault
 from .lower.core import FAULTS
 from .memory import Allocation, memory
-from .races import Clocks, Order, tracker
+from .order import Order, tracker
+from .races import Clocks
 from .state import (
     COPIES,
     EXITED,

@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from typing import Any, ClassVar, Literal, Protocol
 
 from .fault import Fault
-from .races import tracker
+from .order import tracker
 
 __all__ = ["END", "START", "TRIGGER", "Machine", "Once", "Outcome", "Plain", "Task", "Until", "Work", "machine"]
 

@@ -19,7 +19,7 @@ from ..lifetime import caller
 from .fault import Fault
 
 if TYPE_CHECKING:
-    from .races import Tracker
+    from .order import Tracker
 
 __all__ = ["ALLOCATED", "WRITTEN", "Allocation", "Memory", "memory"]
 

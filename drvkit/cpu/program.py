@@ -19,7 +19,7 @@ from .ptx import Function as PtxFunction
 
 if TYPE_CHECKING:
     from .launch import Grid
-    from .races import Order
+    from .order import Order
 
 __all__ = ["Function", "Program", "load"]
 
@@ -269,7 +269,7 @@ def load(data: bytes, name: str = "", *, mode: str | None = None) -> Program:
         why = f"PTX ISA {first[1]}.{first[2]}, where a driver of CUDA 13.0 knows 9.0"
         raise ImageError("CUDA_ERROR_UNSUPPORTED_PTX_VERSION", why)
     if mode == "raced":
-        from .races import tracker
+        from .order import tracker
 
         tracker.begin()
     return Program(text, name, mode)

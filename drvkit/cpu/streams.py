@@ -16,7 +16,7 @@ from .graphs import MOMENTS, PLAIN, PROGRAMMATIC, EdgeData, EventWait, Graph, No
 from .handles import RefusedError, handles
 from .machine import END, TRIGGER, Once, Task, Until, Work, machine
 from .operations import Attribute, Launch, Operation
-from .races import tracker
+from .order import tracker
 from .storage import Records
 
 __all__ = [

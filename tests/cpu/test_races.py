@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import drvkit as dk
-from drvkit.cpu.races import tracker
+from drvkit.cpu.order import tracker
 
 SOURCE = r"""
 #define BARRIER(...) asm volatile(__VA_ARGS__ ::: "memory")

@@ -15,7 +15,7 @@ from ..graphs import EdgeData, Exec, Graph, Node, check_port
 from ..handles import RefusedError, handles
 from ..machine import Work, machine
 from ..operations import GraphMemory, Kernel, LibraryKernel
-from ..races import tracker
+from ..order import tracker
 from ..storage import Pool
 from ..streams import Context, Event, Stream, guard_legacy
 

@@ -12,7 +12,7 @@ from ..handles import RefusedError, handles
 from ..machine import machine
 from ..memory import memory
 from ..operations import Act, Allocate, Free, GraphMemory
-from ..races import tracker
+from ..order import tracker
 from ..storage import GRANULARITY, Multicast, Physical, Pool, Shareable, addresses, heap, import_file
 from ..streams import Stream, guard
 from .base import (
