@@ -12,12 +12,11 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import settings
 from kernels import SOURCE
 from numpy.typing import DTypeLike, NDArray
 
 from drvkit import ops
-from drvkit.cpu.races import tracker
+from drvkit.cpu.order import tracker
 from drvkit.device import NO_GPU, Device, Stream
 from drvkit.driver import DriverError, open_driver
 from drvkit.graph import Graph
@@ -25,9 +24,7 @@ from drvkit.lifetime import live
 from drvkit.memory import Buffer
 from drvkit.module import Module
 
-settings.register_profile("drvkit", deadline=None)  # a busy machine is no failure
-settings.load_profile("drvkit")
-pytest_plugins = ["drvkit.pytest_plugin", "pytester"]
+pytest_plugins = ["drvkit.pytest_plugin", "pytester", "cooperation"]
 _FAILED = pytest.StashKey[bool]()
 
 

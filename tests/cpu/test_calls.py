@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from answers import code
 
 import drvkit as dk
 from drvkit.cpu import driver as cpu
@@ -101,11 +102,6 @@ def neighbour() -> Iterator[Place]:
     neighbour = Place(DEVICES - 2)
     yield neighbour
     neighbour.close()
-
-
-def code(result: tuple[Any, ...]) -> str:
-    name: str = result[0].name
-    return name.removeprefix("CUDA_ERROR_").removeprefix("CUDA_")
 
 
 # ---- names and results ---------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from answers import code
 
 from drvkit.cpu import driver as cpu
 from drvkit.cpu.memory import memory
@@ -129,11 +130,6 @@ def world() -> Iterator[World]:
     world = World()
     yield world
     world.close()
-
-
-def code(result: tuple[Any, ...]) -> str:
-    name: str = result[0].name
-    return name.removeprefix("CUDA_ERROR_").removeprefix("CUDA_")
 
 
 def edge(from_port: int = 0, kind: int = 0) -> Any:

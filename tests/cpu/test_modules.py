@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from answers import code
 
 from drvkit.cpu import driver as cpu
 from drvkit.cpu.calls.base import DEVICES
@@ -41,11 +42,6 @@ def contexts() -> Iterator[list[Any]]:
     driver.cuCtxPopCurrent()
     for number in numbers:
         driver.cuDevicePrimaryCtxRelease(number)
-
-
-def code(result: tuple[Any, ...]) -> str:
-    name: str = result[0].name
-    return name.removeprefix("CUDA_ERROR_").removeprefix("CUDA_")
 
 
 def load(text: str) -> Any:

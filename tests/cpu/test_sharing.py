@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from answers import code
 
 from drvkit.cpu import driver as cpu
 from drvkit.cpu.memory import memory
@@ -32,11 +33,6 @@ def context() -> Iterator[Any]:
     driver.cuCtxSynchronize()
     driver.cuCtxPopCurrent()
     driver.cuDevicePrimaryCtxRelease(0)
-
-
-def code(result: tuple[Any, ...]) -> str:
-    name: str = result[0].name
-    return name.removeprefix("CUDA_ERROR_").removeprefix("CUDA_")
 
 
 def read(address: Any, count: int) -> list[int]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from answers import code
 
 from drvkit.cpu import driver as cpu
 from drvkit.cpu.machine import machine
@@ -108,11 +109,6 @@ def world() -> Iterator[World]:
     world = World()
     yield world
     world.close()
-
-
-def code(result: tuple[Any, ...]) -> str:
-    name: str = result[0].name
-    return name.removeprefix("CUDA_ERROR_").removeprefix("CUDA_")
 
 
 def begin(stream: Any, mode: int = THREAD_LOCAL) -> None:
@@ -498,7 +494,8 @@ def test_a_node_tells_the_flags_of_its_barriers(world: World) -> None:
     params.paramArray = [memory_operation(world, "BARRIER", 1), memory_operation(world, "WAIT_VALUE_32", 2)]
     graph = driver.cuGraphCreate(0)
     node = driver.cuGraphAddBatchMemOpNode(graph, None, 0, params)
-    barrier, wait = driver.cuGraphBatchMemOpNodeGetParams(node).paramArray
+    found = driver.cuGraphBatchMemOpNodeGetParams(node)  # its entries lie in its memory
+    barrier, wait = found.paramArray
     assert (barrier.memoryBarrier.flags, wait.waitValue.flags) == (1, 2)
     driver.cuGraphDestroy(graph)
 

@@ -1,7 +1,7 @@
-"""What a driver says to right and wrong calls: 82 probes, and what an H200 answered to each.
+"""What a driver says to right and wrong calls: 82 cases, and what an H200 answered to each.
 
-`probes` has the cases, one function each, `record` runs each in a process of its own, and ``h200.json`` holds the
-answers of an H200 under a driver for CUDA 13.0.
+Each chapter has its cases, one function each; `world` has what they share. `record` runs each in a process of its own,
+and ``h200.json`` holds the answers of an H200 under a driver for CUDA 13.0.
 
 To record anew, on a machine with one H200, from the root of the repository::
 

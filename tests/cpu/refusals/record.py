@@ -1,4 +1,4 @@
-"""Record what a driver answers to each probe: ``python -m tests.cpu.refusals.record OUT.json``, with a GPU.
+"""Record what a driver answers to each case: ``python -m tests.cpu.refusals.record OUT.json``, with a GPU.
 
 With ``--device cpu`` the CPU device is asked.
 """
@@ -12,12 +12,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from . import probes
+from . import captures, contexts, execs, graphs, launches, memory  # noqa: F401 - each adds its cases
+from .world import CASES, Case, RefusedError, World, driver
 
 DRIVERS = {"cuda": "cuda.bindings.driver", "cpu": "drvkit.cpu.driver"}
 
 
-def answer(case: probes.Case) -> Any:
+def answer(case: Case) -> Any:
     """What ``case`` gives in a forked process: what it breaks or leaves behind ends there."""
     reading, writing = os.pipe()
     process = os.fork()
@@ -25,8 +26,8 @@ def answer(case: probes.Case) -> Any:
         try:
             os.close(reading)
             try:
-                result = case(probes.World())
-            except probes.RefusedError as refused:
+                result = case(World())
+            except RefusedError as refused:
                 result = f"Err {refused}"
             except BaseException as error:
                 result = f"EXC {error!r}"
@@ -46,8 +47,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", choices=DRIVERS, default="cuda")
     options = parser.parse_args()
-    probes.driver = importlib.import_module(DRIVERS[options.device])
-    answers = {case.__name__: answer(case) for case in probes.CASES}
+    driver.module = importlib.import_module(DRIVERS[options.device])
+    answers = {case.__name__: answer(case) for case in CASES}
     options.out.write_text(json.dumps(answers, indent=1) + "\n")
 
 
