@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import time
-from contextlib import nullcontext
+
+from .cpu.explore import Outcome, environment, explore, follow, run, summary
 
 __all__ = ["main"]
 
@@ -23,27 +25,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="drvkit", description="Scripts on the CPU device, checked and explored.")
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="run a script with all checks")
-    explore = commands.add_parser("explore", help="run a script under hostile schedules and weak memory")
-    for command in (check, explore):
+    search = commands.add_parser("explore", help="run a script under hostile schedules and weak memory")
+    for command in (check, search):
         command.add_argument("script", help="a Python file")
         command.add_argument("--ranks", type=_count, metavar="N", help="how many CPU devices there are (default 8)")
-    explore.add_argument("--schedules", type=_count, default=100, metavar="M", help="how many runs (default 100)")
-    explore.add_argument("--seed", type=int, metavar="S", help="replay the run of this seed, with what it prints")
-    explore.add_argument("--until-failure", action="store_true", help="stop at the first failure")
-    explore.add_argument("--jobs", type=_count, default=os.cpu_count() or 1, help="runs at a time (default: all CPUs)")
-    explore.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="of a run (default 60)")
+    search.add_argument("--schedules", type=_count, default=100, metavar="M", help="how many runs (default 100)")
+    search.add_argument("--seed", type=int, metavar="S", help="replay the run of this seed, with what it prints")
+    search.add_argument("--until-failure", action="store_true", help="stop at the first failure")
+    search.add_argument("--jobs", type=_count, default=os.cpu_count() or 1, help="runs at a time (default: all CPUs)")
+    search.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="of a run (default 60)")
     given, rest = parser.parse_known_args(arguments)
     if not os.path.isfile(given.script):
         parser.error(f"there is no file {given.script}")
-    os.environ["DRVKIT_DEVICE"] = "cpu"
-    if given.ranks:
-        os.environ["DRVKIT_CPU_DEVICES"] = str(given.ranks)
+    os.environ.update(environment("raced" if given.command == "check" else "explored", given.ranks))
     if given.command == "check":
         return _check(given.script, rest)
-    os.environ["DRVKIT_CPU_MODE"] = "explored"
     if given.seed is not None:
-        from .cpu.explore import follow, run
-
         follow(given.seed)
         return run(given.script, rest)
     return _explore(given, rest)
@@ -57,59 +54,85 @@ def _count(text: str) -> int:
 
 
 def _check(script: str, arguments: list[str]) -> int:
-    os.environ["DRVKIT_CPU_MODE"] = "raced"
-    from .cpu.explore import run
-
+    start = time.monotonic()
     code = run(script, arguments)
-    print("drvkit check: " + ("no finding" if not code else "failed"), file=sys.stderr)
+    verdict = "no finding" if not code else "failed"
+    said = f"drvkit check: {shlex.join([script, *arguments])}: {verdict}; {time.monotonic() - start:.1f} s"
+    print(said, file=sys.stderr)
     return int(code != 0)
 
 
 def _explore(given: argparse.Namespace, arguments: list[str]) -> int:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TimeRemainingColumn
-
-    from .cpu.explore import explore, run, summary
-
-    outcomes, failed, told, start = [], 0, time.monotonic(), time.monotonic()
+    outcomes: list[Outcome] = []
+    failed, start = 0, time.monotonic()
     seeds = range(given.schedules)
     runs = explore(lambda: run(given.script, arguments), seeds, jobs=given.jobs, timeout_s=given.timeout)
-    columns = (
-        "{task.completed} of {task.total} schedules, {task.fields[failed]} failed",
-        BarColumn(),
-        TimeRemainingColumn(),
-    )
-    # Without a thread of its own: the process forks.
-    progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
-    bar = progress.add_task("", total=given.schedules, failed=0)
-    shown = sys.stderr.isatty()
-    with progress if shown else nullcontext():
+    with _Progress(given.schedules) as progress:
         for outcome in runs:
             outcomes.append(outcome)
-            if outcome.failed and not failed:
-                progress.stop()
-                print(f"seed {outcome.seed} failed:\n{outcome.said.rstrip()}\n", flush=True)
-                if shown:
-                    progress.start()
             failed += outcome.failed
-            progress.update(bar, completed=len(outcomes), failed=failed)
+            if outcome.failed and failed == 1:
+                progress.hide()
+                print(f"seed {outcome.seed} failed:\n{outcome.said.rstrip()}\n", flush=True)
+            progress.show(len(outcomes), failed)
             if failed and given.until_failure:
                 runs.close()
                 break
-            if time.monotonic() - told > (0.1 if shown else 10):
-                told = time.monotonic()
-                if shown:
-                    progress.refresh()
-                else:
-                    print(
-                        f"{len(outcomes)} of {given.schedules} schedules, {failed} failed", file=sys.stderr, flush=True
-                    )
     print(f"{summary(outcomes)}; {time.monotonic() - start:.1f} s")
     if failed:
         first = next(outcome.seed for outcome in outcomes if outcome.failed)
         ranks = f" --ranks {given.ranks}" if given.ranks else ""
-        print(f"again: python -m drvkit explore {' '.join([given.script, *arguments])}{ranks} --seed {first}")
+        print(f"again: python -m drvkit explore {shlex.join([given.script, *arguments])}{ranks} --seed {first}")
     return int(failed > 0)
+
+
+class _Progress:
+    """How far it is: a bar on a terminal, elsewhere a line every ten seconds."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._total, self._start = total, time.monotonic()
+        self._told = self._start
+        # No thread draws it and no stream is redirected: the process forks.
+        self._bar = Progress(
+            TextColumn("{task.completed} of {task.total} schedules, {task.fields[failed]} failed"),
+            BarColumn(),
+            TextColumn("{task.fields[rate]:.1f}/s"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._task = self._bar.add_task("", total=total, failed=0, rate=0.0)
+        self._terminal = self._bar.console.is_terminal
+
+    def __enter__(self) -> _Progress:
+        if self._terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hide()
+
+    def hide(self) -> None:
+        """Until it is shown again."""
+        self._bar.stop()
+
+    def show(self, done: int, failed: int) -> None:
+        now = time.monotonic()
+        if self._terminal:
+            self._bar.update(self._task, completed=done, failed=failed, rate=done / max(now - self._start, 1e-9))
+            self._bar.start()
+            if now - self._told > 0.1:
+                self._told = now
+                self._bar.refresh()
+        elif now - self._told > 10:
+            self._told = now
+            print(f"{done} of {self._total} schedules, {failed} failed", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

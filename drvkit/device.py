@@ -74,12 +74,16 @@ class Context:
 
         A context in which a kernel has failed is lost, with all that was in it: nothing is left to release.
         """
+        here = self.driver.entered
         with self:
+            outer, here.releasing = here.releasing, True
             try:
                 function(*args)
             except DriverError as error:
                 if error.code not in LOST:
                     raise
+            finally:
+                here.releasing = outer
 
 
 class Device:

@@ -104,6 +104,7 @@ class _Entered(threading.local):
     def __init__(self) -> None:
         self.context: object = None  # the newest
         self.outer: list[object] = []  # those around the blocks that are being executed
+        self.releasing = False  # something is given back, and nobody is told what goes wrong
 
 
 class Driver(_Door):
@@ -149,7 +150,7 @@ class Driver(_Door):
         status, text = self.api.cuGetErrorString(code)
         meaning = text.decode() if not status and text else "no description"
         explain = getattr(self.api, "explain", None)  # the CPU device knows more
-        report = explain(code) if explain is not None else None
+        report = explain(code, told=not self.entered.releasing) if explain is not None else None
         if report:
             meaning += f": {report}"
         error = DriverError(call, code.name, meaning)

@@ -7,172 +7,302 @@
     def test_a_message_arrives_whole(): ...
 
 What ``python -m drvkit check`` and ``explore`` do to a script is done to the test, with its fixtures and parameters, in
-a process of its own: a driver that one process has used cannot go on in another. An explored test fails with the first
-schedule that fails, says how many did, and how to run that one again: ``pytest "tests/test_x.py::test_y" --drvkit-seed
-17``, where the debugger and prints work.
+new processes: a driver that one process has used cannot go on in another. So devices are made in fixtures and tests,
+not when a module is imported. An explored test fails if it does so in any schedule. It says in how many, and how to see
+one again: ``pytest "tests/test_x.py::test_y" --drvkit-seed 17`` runs it once, here, where the debugger and prints work.
+
+Two fixtures run scripts so, for tests that want to know how they end::
+
+    def test_the_fence_is_needed(drvkit_explore):
+        assert any(outcome.failed for outcome in drvkit_explore("message.py", "no_fence", ranks=2))
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import pytest
 from _pytest.runner import runtestprotocol
 
-__all__ = ["pytest_addoption", "pytest_configure", "pytest_runtest_protocol"]
+from .cpu.explore import (
+    SKIPPED,
+    Outcome,
+    apart,
+    asked,
+    environment,
+    explore,
+    first_line,
+    follow,
+    script_runs,
+    summary,
+    untold,
+)
 
-MARKERS = {"drvkit_check": "raced", "drvkit_explore": "explored"}  # -> DRVKIT_CPU_MODE
-ANSWER = "DRVKIT_PYTEST_ANSWER"  # in the process of one marked test: the file that gets its result
+__all__ = ["Check", "Explore"]
+
+_HERE = pytest.StashKey[bool]()  # marked tests run in this process
+_RUNS = pytest.StashKey[list["_Runs"]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("drvkit")
-    group.addoption("--drvkit-seed", type=int, metavar="S", help="run explored tests in the schedule of this seed only")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "drvkit_check(ranks=8): run on the CPU device with all checks")
-    config.addinivalue_line(
-        "markers",
-        "drvkit_explore(schedules=100, ranks=8, timeout=60): run under so many hostile schedules and weak memory, each"
-        " for at most so many seconds",
+    parser.getgroup("drvkit").addoption(
+        "--drvkit-seed", type=int, metavar="S", help="run one explored test once, here, in the schedule of this seed"
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    for line in (
+        "drvkit_check: run the test in a new process, on the CPU device with all checks",
+        "drvkit_explore(schedules=100, ranks=None, timeout=60): run the test in so many new processes, on the CPU"
+        " device under hostile schedules and weak memory; with so many devices; for so many seconds each",
+    ):
+        config.addinivalue_line("markers", line)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """How often a test is to be run, and how."""
+
+    mode: str
+    seeds: Sequence[int | None]
+    ranks: int | None
+    timeout: float
+
+
+def _check() -> _Runs:
+    return _Runs("raced", [None], None, math.inf)
+
+
+def _explore(*, schedules: int = 100, ranks: int | None = None, timeout: float = 60) -> _Runs:
+    for name, value, kinds in (("schedules", schedules, int), ("ranks", ranks, int), ("timeout", timeout, int | float)):
+        if (value is not None or name != "ranks") and (not isinstance(value, kinds) or value <= 0):
+            raise TypeError(f"{name}: wanted a positive number, got {value!r}")
+    return _Runs("explored", range(schedules), ranks, timeout)
+
+
+def _runs(item: pytest.Item) -> list[_Runs]:
+    """What its markers ask for."""
+    found = []
+    for name, read in (("drvkit_check", _check), ("drvkit_explore", _explore)):
+        mark = item.get_closest_marker(name)
+        if mark is not None:
+            try:
+                found.append(read(*mark.args, **mark.kwargs))
+            except TypeError as error:
+                said = str(error).replace(f"{read.__name__}()", "it")
+                raise pytest.fail.Exception(f"{item.nodeid}: marker {name}: {said}", pytrace=False) from None
+    return found
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    found = [mark for name in MARKERS for mark in item.iter_markers(name)]
-    if not found:
-        return None
-    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    if ANSWER in os.environ:
-        answer = _here(item, found[0])
-        Path(os.environ[ANSWER]).write_text(json.dumps(answer))
-    else:
-        answer = _elsewhere(item, found)
-    outcome, said = answer
-    where = (str(item.path), item.location[1] or 0, said)
-    report = pytest.TestReport(
-        item.nodeid, item.location, dict.fromkeys(item.keywords, 1), outcome, where if outcome == "skipped" else said,
-        "call",
-    )  # fmt: skip
-    item.ihook.pytest_runtest_logreport(report=report)
-    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    return True
-
-
-Answer = tuple[
-    Literal["passed", "failed", "skipped"], str
-]  # how the test ended (passed, failed, skipped), and what it said
-
-
-def _elsewhere(item: pytest.Item, marks: list[pytest.Mark]) -> Answer:
-    """Run a marked test in a process of its own."""
-    if len(marks) > 1:
-        return "failed", f"{item.nodeid} is marked {' and '.join(mark.name for mark in marks)}: one of them, please"
-    (mark,) = marks
-    wrong = _wrong(mark)
-    if wrong:
-        return "failed", f"{item.nodeid}: {wrong}"
-    config = item.config
-    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += ["--rootdir", str(config.rootpath), *(["-c", str(config.inipath)] if config.inipath else [])]
-    seed = config.getoption("drvkit_seed")
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if _HERE in session.config.stash:
+        return
+    seed = session.config.getoption("drvkit_seed")
     if seed is not None:
-        command += ["--drvkit-seed", str(seed)]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "answer.json")
-        environment = os.environ | {
-            "DRVKIT_DEVICE": "cpu",
-            "DRVKIT_CPU_MODE": MARKERS[mark.name],
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            ANSWER: str(file),
-        }
-        if "ranks" in mark.kwargs:
-            environment["DRVKIT_CPU_DEVICES"] = str(mark.kwargs["ranks"])
-        again = [*command, item.nodeid]
-        alone = seed is not None and not config.pluginmanager.hasplugin("dsession")
-        if alone:  # the debugger and prints work
-            capture = config.pluginmanager.getplugin("capturemanager")
-            with capture.global_and_fixture_disabled():
-                subprocess.run(again, cwd=config.rootpath, env=environment, check=False)
-            said = "what it said stands above"
-        else:
-            done = subprocess.run(
-                again, cwd=config.rootpath, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, check=False,
-            )  # fmt: skip
-            said = done.stdout.decode(errors="replace")
-        if not file.exists():
-            return "failed", f"the process of {item.nodeid} ended before its test did:\n{said}"
-        outcome, text = json.loads(file.read_text())
-    return outcome, text
+        _replay(session, seed)
+        return
+    for item in session.items:
+        if isinstance(item, pytest.Function) and any(map(item.get_closest_marker, ("drvkit_check", "drvkit_explore"))):
+            item.__class__ = _Apart
 
 
-def _wrong(mark: pytest.Mark) -> str | None:
-    """What is wrong with the arguments of a marker."""
-    allowed = {"drvkit_check": ("ranks",), "drvkit_explore": ("schedules", "ranks", "timeout")}[mark.name]
-    if mark.args:
-        return f"{mark.name} takes {', '.join(allowed)} by name"
-    for name, value in mark.kwargs.items():
-        if name not in allowed:
-            return f"{mark.name} does not take {name}; it takes {', '.join(allowed)}"
-        if not isinstance(value, int | float if name == "timeout" else int) or value <= 0:
-            return f"{mark.name}: {name} is a positive number, not {value!r}"
-    return None
+class _Apart(pytest.Function):
+    """A marked test: its fixtures are made and it is called in other processes; here is only what came of it."""
+
+    def setup(self) -> None:
+        self.stash[_RUNS] = _runs(self)
+
+    def runtest(self) -> None:
+        for runs in self.stash[_RUNS]:
+            self._judge(runs)
+
+    def _judge(self, runs: _Runs) -> None:
+        params, name = self.config.invocation_params, self.nodeid.partition("::")[2]
+        args = list(params.args)  # the same session, but of one test
+        args.insert(args.index("--") if "--" in args else len(args), "--capture=no")
+        code = f"import os, pytest; os.chdir({str(params.dir)!r}); pytest.main({args!r})"
+        outcomes: list[Outcome] = []
+        with tempfile.TemporaryDirectory() as folder:
+            env = environment(runs.mode, runs.ranks) | {"PYTEST_DEBUG_TEMPROOT": folder}
+            sent = apart(code, (f"{self.path}::{name}", runs), env=env)
+            try:
+                for outcome in sent:
+                    if outcome.code == SKIPPED:
+                        sent.close()
+                        pytest.skip(outcome.why)
+                    outcomes.append(outcome)
+            except ChildProcessError as error:
+                raise pytest.fail.Exception(f"the test was not run:\n{error}", pytrace=False) from None
+        first = next((outcome for outcome in outcomes if outcome.failed), None)
+        if first is None:
+            return
+        if first.seed is None:
+            pytest.fail(f"{first.why}\n\n{first.said.rstrip().removesuffix(first.why)}", pytrace=False)
+        test = shlex.quote(f"{os.path.relpath(self.path, params.dir)}::{name}")
+        again = f"python -m pytest {test} --drvkit-seed {first.seed}"
+        said = f"seed {first.seed}:\n{first.said.rstrip()}"
+        pytest.fail(f"{summary(outcomes)}\n\n{said}\n\nagain: {again}", pytrace=False)
 
 
-def _here(item: pytest.Item, mark: pytest.Mark) -> Answer:
-    """Run a marked test in this process, or in forks of it."""
-    from .cpu import explore
-
-    seed = item.config.getoption("drvkit_seed")
-    if mark.name == "drvkit_check":
-        return _attempt(item)
-    if seed is not None:
-        explore.follow(seed)
-        return _attempt(item)
-    schedules, timeout_s = mark.kwargs.get("schedules", 100), mark.kwargs.get("timeout", 60)
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    jobs = max(1, (os.cpu_count() or 1) // workers)
-
-    def body() -> int:
-        outcome, said = _attempt(item)
-        print(said)
-        return {"passed": 0, "skipped": explore.SKIPPED}.get(outcome, 1)
-
-    outcomes = []
-    runs: Generator[Any] = explore.explore(body, range(schedules), jobs=jobs, timeout_s=timeout_s)
-    for outcome in runs:
-        outcomes.append(outcome)
-        if outcome.code == explore.SKIPPED:
-            runs.close()
-            return "skipped", outcome.said.strip()
-    failed = min((outcome for outcome in outcomes if outcome.failed), key=lambda outcome: outcome.seed, default=None)
-    if failed is None:
-        return "passed", ""
-    again = f"pytest {shlex.quote(item.nodeid)} --drvkit-seed {failed.seed}"
-    return "failed", f"{failed.said.rstrip()}\n\n{explore.summary(outcomes)}\nagain: {again}"
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if isinstance(item, _Apart) and report.when == "call" and isinstance(report.longrepr, tuple):
+        report.longrepr = str(item.path), (item.location[1] or 0) + 1, report.longrepr[2]  # not in this file
+    return report
 
 
-def _attempt(item: pytest.Item) -> Answer:
-    """The test with its fixtures; it has failed too if something that it did not wait for fails."""
-    from .cpu.explore import unseen_fault
+@pytest.hookimpl(wrapper=True)
+def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
+    given = asked()
+    if given is not None:
+        (name, runs), answer = given
+        config.pluginmanager.register(_Session(runs, answer))
+        config.stash[_HERE] = True
+        config.args = [name]
+        for option, value in (
+            ("numprocesses", None),  # of xdist
+            ("dist", "no"),
+            ("usepdb", False),
+            ("trace", False),
+            ("basetemp", None),  # each process makes its own
+            ("log_file", os.devnull),  # the one that asks writes there
+        ):
+            setattr(config.option, option, value)
+    return (yield)
 
+
+class _Session:
+    """What is different in a session that another one has asked for: its test is run in forks of its process."""
+
+    def __init__(self, runs: _Runs, answer: Callable[..., None]) -> None:
+        self.runs, self.answer = runs, answer
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        if session.testsfailed or not session.items:
+            return None  # it says why
+        (item,) = session.items
+        _must_be_unused(item)
+        session.config.option.runxfail = True  # whether it was to fail is asked of all runs together
+        for outcome in explore(lambda: _attempt(item), self.runs.seeds, jobs=_jobs(), timeout_s=self.runs.timeout):
+            self.answer(outcome)
+        self.answer()
+        return True
+
+
+def _attempt(item: pytest.Item) -> int:
+    """Run a test with its fixtures, and print how it ended."""
     reports = runtestprotocol(item, log=False, nextitem=None)
     failed = [report for report in reports if report.failed]
+    for report in failed:
+        for title, text in report.sections:
+            print(f"--- {title}\n{text}")
+        print(report.longreprtext)
     if failed:
-        return "failed", "\n".join(report.longreprtext for report in failed)
+        crash = getattr(failed[0].longrepr, "reprcrash", None)
+        print(first_line(crash.message if crash else failed[0].longreprtext))
+        return 1
     for report in reports:
         if report.skipped:
-            return "skipped", report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-    fault = unseen_fault()
-    return ("failed", fault) if fault else ("passed", "")
+            print(report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else "")
+            return SKIPPED
+    return 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    result = yield
+    if _HERE in item.config.stash and (finding := untold()):
+        pytest.fail(finding, pytrace=False)
+    return result
+
+
+def _replay(session: pytest.Session, seed: int) -> None:
+    """The one test is run in this process, in the schedule of a seed."""
+    if len(session.items) != 1 or session.items[0].get_closest_marker("drvkit_explore") is None:
+        raise pytest.UsageError("--drvkit-seed: wanted one test that is marked drvkit_explore, and no others")
+    (item,) = session.items
+    runs = _runs(item)[-1]
+    os.environ.update(environment(runs.mode, runs.ranks))
+    _must_be_unused(item)
+    session.config.stash[_HERE] = True
+    follow(seed)
+
+
+def _must_be_unused(item: pytest.Item) -> None:
+    base = sys.modules.get("drvkit.cpu.calls.base")
+    if base is None:
+        return
+    ranks = os.environ.get("DRVKIT_CPU_DEVICES")
+    if base.state.initialized:
+        raise pytest.UsageError(
+            f"{item.nodeid}: a CPU device was made when its module or a conftest.py was imported; make it in a fixture"
+        )
+    if ranks and int(ranks) != base.DEVICES:
+        raise pytest.UsageError(f"{item.nodeid}: set DRVKIT_CPU_DEVICES={ranks}: drvkit.cpu was imported before")
+
+
+class Explore(Protocol):
+    """The fixture `drvkit_explore`."""
+
+    def __call__(
+        self,
+        script: str | os.PathLike[str],
+        *arguments: str,
+        seeds: Sequence[int] = range(100),
+        ranks: int | None = None,
+        timeout: float = 60,
+    ) -> Generator[Outcome, None, None]: ...
+
+
+class Check(Protocol):
+    """The fixture `drvkit_check`."""
+
+    def __call__(
+        self, script: str | os.PathLike[str], *arguments: str, ranks: int | None = None, timeout: float = 60
+    ) -> Outcome: ...
+
+
+@pytest.fixture(scope="session")
+def drvkit_explore() -> Explore:
+    """``drvkit_explore(script, *arguments, seeds=range(100), ranks=None, timeout=60)``: the outcomes, as they come."""
+
+    def explore(
+        script: str | os.PathLike[str],
+        *arguments: str,
+        seeds: Sequence[int] = range(100),
+        ranks: int | None = None,
+        timeout: float = 60,
+    ) -> Generator[Outcome, None, None]:
+        return script_runs(
+            os.fspath(script), arguments, seeds, mode="explored", ranks=ranks, jobs=_jobs(), timeout_s=timeout
+        )
+
+    return explore
+
+
+@pytest.fixture(scope="session")
+def drvkit_check() -> Check:
+    """``drvkit_check(script, *arguments, ranks=None, timeout=60)``: how a script ends with all checks."""
+
+    def check(
+        script: str | os.PathLike[str], *arguments: str, ranks: int | None = None, timeout: float = 60
+    ) -> Outcome:
+        (outcome,) = script_runs(os.fspath(script), arguments, [None], mode="raced", ranks=ranks, timeout_s=timeout)
+        return outcome
+
+    return check
+
+
+def _jobs() -> int:
+    """Runs at a time: the other processes of xdist want theirs."""
+    return max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))

@@ -45,11 +45,15 @@ for _chapter in (devices, memory, sharing, streams, kernels, graphs):
     )
 
 
-def explain(code: Any) -> str | None:
-    """What is known of the newest failure with this result code (the enum or its name): the device's own report."""
+def explain(code: Any, *, told: bool = True) -> str | None:
+    """What is known of the newest failure with this result code (the enum or its name): the device's own report.
+
+    ``told``: somebody is given it.
+    """
     name = code if isinstance(code, str) else cu.CUresult(code).name
     fault = machine.newest_fault
     if fault is not None and fault.code == name:
+        fault.told |= told
         return str(fault)
     return state.reports.get(name)
 

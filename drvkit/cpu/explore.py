@@ -11,21 +11,44 @@ Probabilistic Guarantees of Finding Bugs", ASPLOS 2010.
 from __future__ import annotations
 
 import os
+import pickle
 import random
+import re
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-__all__ = ["SKIPPED", "Outcome", "Schedule", "explore", "follow", "run", "summary", "unseen_fault"]
+if TYPE_CHECKING:
+    from .machine import Machine
+
+__all__ = [
+    "LATE",
+    "SKIPPED",
+    "Outcome",
+    "Schedule",
+    "apart",
+    "asked",
+    "environment",
+    "explore",
+    "first_line",
+    "follow",
+    "run",
+    "script_runs",
+    "summary",
+    "untold",
+]
 
 LATE = 124  # the code of a run that took too long
+APART = "DRVKIT_APART"  # in the environment of a process of `apart`: the file of its answers
 SKIPPED = 77  # the exit code of a run that found that it has nothing to do
 
 STICKS = (1, 4, 16, 64, 256, 1024)  # for how many choices a schedule favours one place
@@ -58,10 +81,10 @@ class Schedule:
 class Outcome:
     """How a run ended."""
 
-    seed: int
+    seed: int | None
     code: int  # of its exit; negative, a signal's; `LATE`
     said: str  # what it printed
-    why: str  # the last line of that
+    why: str  # the last line of that, where it did not end well
 
     @property
     def failed(self) -> bool:
@@ -76,16 +99,37 @@ def follow(seed: int) -> None:
     machine.choose = Schedule(seed)
 
 
-def unseen_fault() -> str | None:
-    """What went wrong so far, also in work that nobody has waited for."""
+def environment(mode: str, ranks: int | None = None) -> dict[str, str]:
+    """What lets a process find the CPU device alone, in a mode, so many times."""
+    found = {"DRVKIT_DEVICE": "cpu", "DRVKIT_CPU_MODE": mode}
+    return found | {"DRVKIT_CPU_DEVICES": str(ranks)} if ranks else found
+
+
+def untold() -> str:
+    """What went wrong and no call has said, also in work that nobody has waited for; nothing if all is well."""
+    return "\n".join({str(fault): None for fault in _settled().faults.values() if not fault.told})
+
+
+def _settled() -> Machine:
+    """The machine, with nothing left to do."""
     from .machine import machine
 
     machine.wait(lambda: not any(machine.left.values()))
-    return None if machine.newest_fault is None else str(machine.newest_fault)
+    return machine
+
+
+def first_line(message: str) -> str:
+    """An error's message in one line: what stands behind its name, which numpy leaves alone in the first."""
+    found = re.match(r"(\S+:)?\s*(.*)", message)
+    return " ".join(filter(None, found.groups())) if found else message
 
 
 def run(script: str, arguments: Sequence[str]) -> int:
-    """A script as if Python had been called with it; its exit code, also if work that it did not wait for fails."""
+    """A script as if Python had been called with it; its exit code. It fails with what went wrong on a device, also if
+    it did not wait for that, or caught the error.
+
+    If the code is not 0 the last line that is printed says why.
+    """
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     code = 0
@@ -95,22 +139,26 @@ def run(script: str, arguments: Sequence[str]) -> int:
         if exit_.code is not None and not isinstance(exit_.code, int):
             print(exit_.code, file=sys.stderr)
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        message = "".join(traceback.format_exception_only(error)).rstrip()
+        if "\n" in message:
+            print(first_line(message), file=sys.stderr)
         return 1
-    fault = unseen_fault()
-    if not code and fault:
+    fault = _settled().newest_fault
+    if not code and fault is not None:
         print(fault, file=sys.stderr)
         code = 1
     return code
 
 
-def _child(body: Callable[[], int], seed: int, output: int) -> NoReturn:
+def _child(body: Callable[[], int], seed: int | None, output: int) -> NoReturn:
     code = 70
     try:
         os.dup2(output, 1)
         os.dup2(output, 2)
-        follow(seed)
+        if seed is not None:
+            follow(seed)
         code = body()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -119,18 +167,18 @@ def _child(body: Callable[[], int], seed: int, output: int) -> NoReturn:
 
 
 def explore(
-    body: Callable[[], int], seeds: Sequence[int], *, jobs: int = 1, timeout_s: float = 60.0
+    body: Callable[[], int], seeds: Sequence[int | None], *, jobs: int = 1, timeout_s: float = 60.0
 ) -> Generator[Outcome, None, None]:
     """Run ``body``, which gives an exit code, once for each seed, ``jobs`` at a time; the outcomes as they come.
 
-    A run that takes longer than ``timeout_s`` is ended, and has failed.
+    None as a seed: in no particular schedule. A run that takes longer than ``timeout_s`` is ended, and has failed.
     """
     from . import compiler, driver  # what every run needs: imported once, before the processes part
 
     compiler.runtime()
     del driver
     waiting = list(reversed(seeds))
-    running: dict[int, tuple[int, int, float]] = {}  # pid -> seed, file, start
+    running: dict[int, tuple[int | None, int, float]] = {}  # pid -> seed, file, start
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -159,7 +207,7 @@ def explore(
             os.close(output)
 
 
-def _outcome(seed: int, output: int, status: int, timeout_s: float | None) -> Outcome:
+def _outcome(seed: int | None, output: int, status: int, timeout_s: float | None) -> Outcome:
     said = os.pread(output, 1 << 20, 0).decode(errors="replace")
     os.close(output)
     code = os.waitstatus_to_exitcode(status)
@@ -170,6 +218,78 @@ def _outcome(seed: int, output: int, status: int, timeout_s: float | None) -> Ou
         said += f"killed by {signal.Signals(-code).name}\n"
     lines = said.strip().splitlines()
     return Outcome(seed, code, said, lines[-1] if lines and code else "")
+
+
+def apart(code: str, question: object, *, env: Mapping[str, str]) -> Generator[Any, None, None]:
+    """The answers of Python code, which looks at what is `asked`, in a new process with ``env`` in its environment.
+
+    Closing this ends that process and its children. `ChildProcessError`, with all that it printed, if it dies.
+    """
+    reader, writer = os.pipe()
+    with tempfile.TemporaryFile() as said, os.fdopen(reader, "rb") as answers:
+        with os.fdopen(writer, "wb"):
+            process = subprocess.Popen(
+                [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"],
+                stdin=subprocess.PIPE,
+                stdout=said,
+                stderr=said,
+                pass_fds=[writer],
+                env=os.environ | env | {APART: str(writer)},
+                start_new_session=True,
+            )
+        with process:
+            try:
+                assert process.stdin is not None
+                with suppress(BrokenPipeError), process.stdin as stdin:
+                    pickle.dump(question, stdin)
+                while sent := pickle.load(answers):
+                    yield sent[0]
+                process.wait()
+            except EOFError:
+                said.seek(0)
+                raise ChildProcessError(said.read().decode(errors="replace")) from None
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def asked() -> tuple[Any, Callable[..., None]] | None:
+    """The question of `apart` in its process, and what answers: the last time without an argument."""
+    number = os.environ.pop(APART, "")
+    if not number:
+        return None
+    os.set_inheritable(int(number), False)
+    answers = os.fdopen(int(number), "wb")
+
+    def answer(*sent: object) -> None:
+        pickle.dump(sent, answers)
+        answers.flush()
+
+    return pickle.load(sys.stdin.buffer), answer
+
+
+def script_runs(
+    script: str,
+    arguments: Sequence[str],
+    seeds: Sequence[int | None],
+    *,
+    mode: str,
+    ranks: int | None = None,
+    jobs: int = 1,
+    timeout_s: float = 60.0,
+) -> Generator[Outcome, None, None]:
+    """`explore` a script from a process that may have used the driver: in a new one."""
+    code = f"from {__name__} import _script_runs; _script_runs()"
+    return apart(code, (script, arguments, seeds, jobs, timeout_s), env=environment(mode, ranks))
+
+
+def _script_runs() -> None:
+    given = asked()
+    assert given is not None
+    (script, arguments, seeds, jobs, timeout_s), answer = given
+    for outcome in explore(lambda: run(script, arguments), seeds, jobs=jobs, timeout_s=timeout_s):
+        answer(outcome)
+    answer()
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:

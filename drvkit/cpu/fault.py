@@ -10,10 +10,12 @@ class Fault(Exception):  # noqa: N818 - what the driver calls it
 
     Attributes:
         code: the driver's name of the result, such as ``CUDA_ERROR_ILLEGAL_ADDRESS``.
+        told: somebody was given it.
     """
 
     def __init__(self, code: str, report: str) -> None:
         self.code = code
+        self.told = False
         super().__init__(report)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pty
+import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -12,30 +15,29 @@ from pathlib import Path
 import pytest
 
 import drvkit as dk
+from drvkit import pytest_plugin
 from drvkit.cpu.explore import Outcome as Result
 from drvkit.cpu.explore import Schedule, summary
 from drvkit.cpu.memory import memory
 from drvkit.cpu.program import load
 
-HERE = Path(__file__).resolve().parent
-HOME = HERE.parents[1]
+EXPLORED = Path(__file__).resolve().parent / "explored"
+HOME = EXPLORED.parents[2]
+
+
+def with_path() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(HOME), os.environ.get("PYTHONPATH", "")])}
 
 
 def drvkit(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command line."""
-    path = os.pathsep.join([str(HOME), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-m", "drvkit", *arguments],
-        env=os.environ | {"PYTHONPATH": path},
+        env=with_path(),
         capture_output=True,
         text=True,
         timeout=280,
     )
-
-
-def explore(script: str, *arguments: str, schedules: int) -> subprocess.CompletedProcess[str]:
-    path = str(HERE / "explored" / script)
-    return drvkit("explore", path, *arguments, "--ranks", "2", "--schedules", str(schedules), "--jobs", "2")
 
 
 @pytest.mark.parametrize(
@@ -48,13 +50,13 @@ def explore(script: str, *arguments: str, schedules: int) -> subprocess.Complete
         ("message.py", ("one_word",), "Mismatched elements"),
     ],
 )
-def test_a_planted_bug_is_found(script: str, arguments: tuple[str, ...], said: str) -> None:
-    done = explore(script, *arguments, "--until-failure", schedules=400)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert said in done.stdout
-    seed = done.stdout.rsplit("--seed ", 1)[1].split()[0]
-    path = str(HERE / "explored" / script)
-    again = drvkit("explore", path, *arguments, "--ranks", "2", "--seed", seed)
+def test_a_planted_bug_is_found(
+    script: str, arguments: tuple[str, ...], said: str, drvkit_explore: pytest_plugin.Explore
+) -> None:
+    path = EXPLORED / script
+    found = next(o for o in drvkit_explore(path, *arguments, ranks=2, seeds=range(400)) if o.failed)
+    assert said in found.said
+    again = drvkit("explore", str(path), *arguments, "--ranks", "2", "--seed", str(found.seed))
     assert again.returncode == 1
     assert said in again.stdout + again.stderr, "a seed replays its run"
 
@@ -63,19 +65,64 @@ def test_a_planted_bug_is_found(script: str, arguments: tuple[str, ...], said: s
     ("script", "arguments"),
     [("lamport.py", ("3", "1")), ("message.py", ("fence",)), ("message.py", ("all_words",))],
 )
-def test_the_corrected_twin_is_clean(script: str, arguments: tuple[str, ...]) -> None:
-    done = explore(script, *arguments, schedules=30)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "30 schedules, none failed" in done.stdout
+def test_the_corrected_twin_is_clean(
+    script: str, arguments: tuple[str, ...], drvkit_explore: pytest_plugin.Explore
+) -> None:
+    outcomes = list(drvkit_explore(EXPLORED / script, *arguments, ranks=2, seeds=range(30)))
+    assert summary(outcomes) == "30 schedules, none failed"
 
 
-def test_a_missing_edge_is_found_by_check() -> None:
-    path = str(HERE / "explored" / "edge.py")
-    good, bad = drvkit("check", path), drvkit("check", path, "forgotten")
-    assert (good.returncode, good.stderr) == (0, "drvkit check: no finding\n"), good.stderr
-    assert bad.returncode == 1
+def test_a_missing_edge_is_found_by_check(drvkit_check: pytest_plugin.Check) -> None:
+    good, bad = drvkit_check(EXPLORED / "edge.py"), drvkit_check(EXPLORED / "edge.py", "forgotten")
+    assert (good.code, good.said) == (0, "")
+    assert bad.code == 1
     for words in ("race: node 'triple' of graph 'forward'", "node 'double' of graph 'forward'", "made at edge.py:"):
-        assert words in bad.stderr
+        assert words in bad.why
+
+
+def test_a_script_that_catches_what_it_did_wrong_has_failed(tmp_path: Path, drvkit_check: pytest_plugin.Check) -> None:
+    script = tmp_path / "catches.py"
+    script.write_text(f"""import runpy, sys
+import drvkit as dk
+sys.argv = ["edge.py", "forgotten"]
+try:
+    runpy.run_path({str(EXPLORED / "edge.py")!r}, run_name="__main__")
+except dk.DriverError:
+    pass
+""")
+    outcome = drvkit_check(script)
+    assert (outcome.code, "race: node 'triple'" in outcome.why) == (1, True), outcome.said
+
+
+def test_the_command_says_what_it_ran_and_the_verdict() -> None:
+    path = str(EXPLORED / "edge.py")
+    good, bad = drvkit("check", path), drvkit("check", path, "forgotten")
+    assert re.fullmatch(rf"drvkit check: {path}: no finding; [\d.]+ s\n", good.stderr), good.stderr
+    assert bad.stderr.splitlines()[-1].startswith(f"drvkit check: {path} forgotten: failed")
+    assert (good.returncode, bad.returncode) == (0, 1)
+
+
+def test_the_command_stops_at_a_failure_and_says_how_to_see_it_again(tmp_path: Path) -> None:
+    script = tmp_path / "a script.py"
+    script.write_text("import sys\nraise ValueError('\\nwhy' if 'bad' in sys.argv else 'other')\n")
+    done = drvkit("explore", str(script), "bad", "--schedules", "9", "--jobs", "1", "--until-failure")
+    assert done.returncode == 1
+    assert "1 of 1 schedules failed\n  1 x ValueError: why (seeds 0)" in done.stdout
+    again = done.stdout.rsplit("again: python -m drvkit ", 1)[1].strip()
+    assert drvkit(*shlex.split(again)).returncode == 1
+
+
+def test_a_bar_is_drawn_on_a_terminal_and_not_into_what_runs_print(tmp_path: Path) -> None:
+    script = tmp_path / "prints.py"
+    script.write_text("print('printed')\nraise SystemExit(3)\n")
+    master, terminal = pty.openpty()
+    command = [sys.executable, "-m", "drvkit", "explore", str(script), "--schedules", "3", "--jobs", "1"]
+    done = subprocess.run(command, env=with_path(), stdout=subprocess.PIPE, stderr=terminal, text=True, timeout=120)
+    drawn = os.read(master, 1 << 16).decode()
+    os.close(master)
+    os.close(terminal)
+    assert "0 of 3 schedules, 0 failed" in drawn
+    assert done.stdout.startswith("seed 0 failed:\nprinted\n\n3 of 3 schedules failed\n")
 
 
 def test_a_seed_decides_every_choice() -> None:
