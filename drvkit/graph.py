@@ -127,6 +127,7 @@ class Graph(Owned):
         self._nodes: dict[str, Node] = {}
         self._by_handle: dict[int, Node] = {}  # made anew when it is asked for and nodes have come or gone
         self._numbered = 0
+        self._rewired = 0  # how often edges between nodes that were there have come or gone
         self._broken: str | None = None
         self._modules: list[Module] = []  # of ready-made kernels
 
@@ -201,6 +202,13 @@ class Graph(Owned):
             yield prefix + name, node
             for label, body in node.bodies.items():
                 yield from body.paths(f"{prefix}{name}/{label}/" if label else f"{prefix}{name}/")
+
+    def graphs(self) -> Iterator[Graph]:
+        """Itself and all graphs inside of it."""
+        yield self
+        for node in self._nodes.values():
+            for body in node.bodies.values():
+                yield from body.graphs()
 
     def _break(self, why: str) -> None:
         self._broken = why
@@ -312,7 +320,10 @@ class Graph(Owned):
         driver = self.device.driver
         attributes = node.config.attributes
         try:
-            for identity, value in encode(driver, attributes, node=True):
+            self._add_port_edges(node, ports)
+            # A device-updatable node cannot be removed any more: nothing may fail behind that.
+            ordered = dict(sorted(attributes.items(), key=lambda item: item[0] == "device_updatable"))
+            for identity, value in encode(driver, ordered, node=True):
                 try:
                     driver.cuGraphKernelNodeSetAttribute(node._handle, identity, value)
                 except DriverError as error:
@@ -321,7 +332,6 @@ class Graph(Owned):
                 if identity.name.endswith("DEVICE_UPDATABLE_KERNEL_NODE"):
                     node._device_handle = int(value.deviceUpdatableKernelNode.devNode)
             node.held += held(attributes)
-            self._add_port_edges(node, ports)
         except BaseException:
             self.remove(node)
             raise
@@ -509,7 +519,9 @@ class Graph(Owned):
             node = self._add("child", name, after, add, (), ChildNode)
         except GraphError as error:
             if isinstance(error.__cause__, DriverError) and error.__cause__.code == "CUDA_ERROR_NOT_SUPPORTED":
-                hint = "conditional nodes cannot be in a child graph, alloc and free nodes only in a moved one"
+                hint = (
+                    "no conditional node can be in a child; alloc, free and device-updatable ones only with move=True"
+                )
                 raise GraphError(f"{error}; {hint}") from error.__cause__
             raise
         if move:
@@ -547,14 +559,13 @@ class Graph(Owned):
     def clone(self, name: str | None = None) -> tuple[Graph, dict[Node, Node]]:
         """A copy of it, and which node of the copy stands for which of its own.
 
-        `GraphError` for a graph with alloc, free or conditional nodes, which the driver cannot clone.
+        `GraphError` for a graph with alloc, free, conditional or device-updatable nodes, which the driver cannot clone.
         """
         driver = self.device.driver
         for node in self.walk():
-            if isinstance(node, AllocNode | FreeNode | ConditionalNode):
-                raise GraphError(
-                    f"graph {self.name!r} cannot be cloned: {node.kind} node {node.path!r} exists only once"
-                )
+            if isinstance(node, AllocNode | FreeNode | ConditionalNode) or is_updatable(node):
+                kind = "device-updatable" if is_updatable(node) else node.kind
+                raise GraphError(f"graph {self.name!r} cannot be cloned: {kind} node {node.path!r} exists only once")
         box = self._in_use()
         handle = driver.cuGraphClone(box.handle)
         copy = Graph.__new__(Graph)
@@ -734,10 +745,12 @@ class Graph(Owned):
 
     def add_edge(self, source: Node | Port, target: Node) -> None:
         """``target`` waits for ``source``, or for a port of it."""
+        self._rewired += 1
         self._change_edge("add", "cuGraphAddDependencies", source, target)
 
     def remove_edge(self, source: Node | Port, target: Node) -> None:
         """``target`` no longer waits for ``source``."""
+        self._rewired += 1
         self._change_edge("remove", "cuGraphRemoveDependencies", source, target)
 
     def _change_edge(self, verb: str, call: str, source: Node | Port, target: Node) -> None:
@@ -755,13 +768,16 @@ class Graph(Owned):
         """Take a node and its edges out, and close the graph or the memory inside of it.
 
         Execs keep it as it was, but can no longer change it. A conditional node cannot be taken out: the driver would
-        never again instantiate the graph, because of the condition that is left over.
+        never again instantiate the graph, because of the condition that is left over. Nor can a device-updatable one.
         """
         self._check_open()
         self._own_node(node, "remove")
+        if is_updatable(node):
+            raise self._refusal("kernel", node.name, "it cannot be removed: it is device-updatable")
         if isinstance(node, ConditionalNode):
             raise self._refusal("conditional", node.name, "it cannot be removed: its condition would be left over")
         self.device.driver.cuGraphDestroyNode(node._handle)
+        self._rewired += 1
         del self._nodes[node.name]
         self._by_handle = {}
         for body in node.bodies.values():
@@ -877,7 +893,7 @@ class Graph(Owned):
 
     def _add_port_edges(self, node: Node, ports: list[Port] | None) -> None:
         for port in ports or ():
-            self.add_edge(port, node)
+            self._change_edge("add", "cuGraphAddDependencies", port, node)
 
     def _own_node(self, node: Node, verb: str) -> None:
         if not isinstance(node, Node) or self._nodes.get(node.name) is not node:
@@ -902,6 +918,11 @@ class Graph(Owned):
 
 def _is_name(name: object) -> bool:
     return isinstance(name, str) and name != "" and "/" not in name and "#" not in name and name.isprintable()
+
+
+def is_updatable(node: Node) -> bool:
+    """Whether it is a kernel node that kernels may change."""
+    return isinstance(node, KernelNode) and bool(node.device_handle)
 
 
 def check_conditions(kernel: Kernel, args: Iterable[tuple[int, Any]], root: Graph) -> None:

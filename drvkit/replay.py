@@ -97,6 +97,7 @@ class Exec(Owned):
         # replaced goes to the stream of the newest launch, behind which all others are.
         self._kept: dict[object, object] = {path: node.held for path, node in paths if node.held}
         self._nodes = dict(paths)
+        self._wired = [(part, part._rewired) for part in graph.graphs()]
         release = partial(device.context.call, driver.cuGraphExecDestroy, handle)
         self._own(handle, release, graph.name, (definition, self._kept))
         self._launch = driver.raw("cuGraphLaunch", 2)
@@ -105,6 +106,7 @@ class Exec(Owned):
         self._exec_nodes: dict[str, ExecNode] = {}
         # Nodes whose parameters were taken over from other graphs since, by path; None: from one that does not tell.
         self._given: dict[str, Node | None] = {}
+        self._unsettled: dict[str, tuple[dict[str, Node], dict[str, Node], list[tuple[Graph, int]]]] = {}
         if stream is not None:
             stream.hold(self.box)
 
@@ -174,14 +176,15 @@ class Exec(Owned):
         if self._nodes.get(path) is not definition:
             raise GraphError(f"exec of graph {self.name!r} was made before node {path!r} was added")
         kind = _EXEC_NODES.get(type(definition), ExecNode)
+        self._settle()
         return kind(self, definition, path, self._given.get(path, definition))
 
     def update(self, graph: Graph) -> None:
         """Take over all parameters of ``graph``, which must have the same structure.
 
         `GraphError` names the node that differs and how; the exec is then as it was. Where the nodes of ``graph`` have
-        other names, or came in another order, their parameters are taken over all the same, but drvkit does not know
-        which are whose: `ExecKernelNode.set` then needs all of them first, by `ExecKernelNode.configure`.
+        other names, or they or their edges came in another order, parameters are taken over all the same, but drvkit
+        does not know which are whose: `ExecKernelNode.set` then needs all of them first, by `ExecKernelNode.configure`.
         """
         if not isinstance(graph, Graph):
             raise TypeError(f"exec of graph {self.name!r}: update: wanted a Graph, got {said(graph)}")
@@ -199,11 +202,34 @@ class Exec(Owned):
         takers = {path: node for path, node in self._nodes.items() if path.startswith(prefix)}
         givers = {prefix + path: node for path, node in graph.paths()}
         self._keep(("graph", prefix), (definition, tuple(node.held for node in givers.values())))
-        same = [(path, node.kind) for path, node in takers.items()] == [(p, node.kind) for p, node in givers.items()]
-        self._given |= givers if same else dict.fromkeys(takers)
-        for path in takers:
-            if path in self._exec_nodes:
-                self._exec_nodes[path]._take(self._given[path])
+        for earlier in [p for p in self._unsettled if p.startswith(prefix)]:
+            del self._unsettled[earlier]
+        self._unsettled[prefix] = takers, givers, [(part, part._rewired) for part in graph.graphs()]
+        found = [path for path in takers if path in self._exec_nodes]
+        if found:
+            self._settle()
+        for path in found:
+            self._exec_nodes[path]._take(self._given[path])
+
+    def _settle(self) -> None:
+        """Tell whose parameters were taken over: the driver pairs nodes by their order and that of their edges, so
+        these must be alike for names to tell it. Only who changes single nodes has to know."""
+        for takers, givers, graphs in self._unsettled.values():
+            alike = all(part._rewired == rewired for part, rewired in (*self._wired, *graphs))
+            alike = alike and self._structure(takers) == self._structure(givers)
+            self._given |= givers if alike else dict.fromkeys(takers)
+        self._unsettled.clear()
+
+    def _structure(self, nodes: dict[str, Node]) -> list[tuple[str, str, list[str]]]:
+        """Path, kind and what it waits for of each node."""
+        get = self.device.driver.cuGraphNodeGetDependencies
+        paths = {node._handle: path for path, node in nodes.items()}
+        structure = []
+        for path, node in nodes.items():
+            count = get(node._handle)[2]
+            sources = get(node._handle, count)[0][:count] if count else ()
+            structure.append((path, node.kind, [paths.get(int(source), "") for source in sources]))
+        return structure
 
     def _update_error(self, graph: Graph, error: DriverError, info: _UpdateInfo) -> GraphError:
         driver = self.device.driver
@@ -227,7 +253,7 @@ class Exec(Owned):
             node._box = None
             node._take(None)
         self._exec_nodes.clear()
-        self._kept, self._nodes, self._given = {}, {}, {}
+        self._kept, self._nodes, self._given, self._unsettled, self._wired = {}, {}, {}, {}, []
 
 
 _UPDATE_REASONS = {

@@ -517,7 +517,7 @@ def test_a_child_with_conditional_nodes_is_refused_and_stays_as_it_was(
     x = ints(device, 0)
     inner = dk.Graph(device, "inner")
     inner.if_(inner.condition(default=1), name="branch").memset(x, 1)
-    with pytest.raises(dk.GraphError, match=r"'kid'.*conditional nodes cannot be in a child graph"):
+    with pytest.raises(dk.GraphError, match=r"'kid'.*no conditional node can be in a child"):
         graph.child(inner, move=move, name="kid")
     assert len(graph) == 0
     replay(inner, stream)
@@ -805,6 +805,30 @@ def test_a_device_updatable_node_has_a_handle_for_kernels(
         exe.launch(stream)
         stream.synchronize()
     np.testing.assert_array_equal(y.numpy(), X * 2)
+
+
+def test_a_device_updatable_node_exists_once_and_stays(device: dk.Device, module: dk.Module, graph: dk.Graph) -> None:
+    x, y = device.array(X), device.zeros(N, np.float32)
+    scaled(graph, module, x, y, 2.0, device_updatable=True, name="node")
+    with pytest.raises(dk.GraphError, match="cannot be cloned: device-updatable node 'node' exists only once"):
+        graph.clone()
+    with pytest.raises(dk.GraphError, match="'node': it cannot be removed: it is device-updatable"):
+        graph.remove(graph["node"])
+    with (
+        dk.Graph(device, "around") as around,
+        pytest.raises(dk.GraphError, match="device-updatable ones only with move=True"),
+    ):
+        around.child(graph)
+
+
+def test_a_device_updatable_node_that_is_refused_leaves_nothing(
+    device: dk.Device, module: dk.Module, graph: dk.Graph
+) -> None:
+    x, y = device.array(X), device.zeros(N, np.float32)
+    with pytest.raises(dk.GraphError, match="cannot have attribute preferred_cluster_dimension"):
+        scaled(graph, module, x, y, 2.0, device_updatable=True, preferred_cluster=2)
+    assert not graph.nodes
+    assert graph.device.driver.cuGraphGetNodes(graph.handle)[1] == 0
 
 
 # ---- capture -------------------------------------------------------------------------------------------------------

@@ -387,6 +387,35 @@ def test_an_update_by_a_graph_with_its_names_in_another_order(device: dk.Device,
             assert [b.numpy().tolist() for b in (x, y, u, v)] == [[5], [6], [3], [4]]
 
 
+@pytest.mark.parametrize("change", ["none", "order", "rewired"])
+def test_an_update_by_a_graph_with_its_edges_in_another_order(
+    device: dk.Device, stream: dk.Stream, change: str
+) -> None:
+    """The driver pairs nodes by the order of edges; which parameters a node has then is not told by its name."""
+    x, y, z, u, v, w = (ints(device, 0) for _ in range(6))
+    with dk.Graph(device, "old") as old, dk.Graph(device, "new") as new:
+        for graph, (a, b, c) in ((old, (x, y, z)), (new, (u, v, w))):
+            fills = [graph.memset(a, 1, name="a"), graph.memset(b, 2, name="b")]
+            graph.memset(c, 3, name="c", after=fills if graph is old or change != "order" else fills[::-1])
+        with old.instantiate() as exe:
+            if change == "rewired":  # not what the exec was made of
+                for name in "ab":
+                    old.remove_edge(old[name], old["c"])
+                    old.add_edge(old[name], old["c"])
+            exe.update(new)
+            if change == "none":
+                exe["a"].set(value=5)
+                run(exe, stream)
+                assert [b.numpy().tolist() for b in (u, v, w)] == [[5], [2], [3]]
+                return
+            with pytest.raises(dk.GraphError, match="give target and value"):
+                exe["a"].set(value=5)
+            for name, target in zip("abc", (x, y, z), strict=True):
+                exe[name].set(target=target, value=7)
+            run(exe, stream)
+    assert [b.numpy().tolist() for b in (x, y, z, u, v, w)] == [[7]] * 3 + [[0]] * 3
+
+
 def test_an_argument_inside_of_a_child_that_was_updated(
     device: dk.Device, module: dk.Module, graph: dk.Graph, stream: dk.Stream
 ) -> None:
