@@ -504,7 +504,8 @@ class Graph(Owned):
         """Another graph as one node.
 
         A clone of it, as it is now: ``graph`` stays as it was and may be used again. With ``move``, itself: ``graph``
-        goes on as a part of this one; only so may it have alloc and free nodes. Conditional nodes cannot be in a child.
+        goes on as a part of this one; only so may it have alloc, free and device-updatable nodes. Conditional nodes
+        cannot be in a child.
         """
         driver = self.device.driver
         if not isinstance(graph, Graph):
@@ -513,15 +514,17 @@ class Graph(Owned):
             raise self._refusal("child", name, f"graph {graph.name!r} is part of graph {self.root.name!r}")
         if graph.node is not None:
             raise self._refusal("child", name, f"graph {graph.name!r} is inside of another graph")
+        updatable = next((node for node in graph.walk() if is_updatable(node)), None)
+        if updatable is not None and not move:
+            why = f"device-updatable node {updatable.path!r} can be in a child only with move=True"
+            raise self._refusal("child", name, f"{why}: kernels know the handle of this one, not of a clone")
         source = graph._in_use()
         add = partial(_add_moved if move else _add_cloned, driver, source.handle)
         try:
             node = self._add("child", name, after, add, (), ChildNode)
         except GraphError as error:
             if isinstance(error.__cause__, DriverError) and error.__cause__.code == "CUDA_ERROR_NOT_SUPPORTED":
-                hint = (
-                    "no conditional node can be in a child; alloc, free and device-updatable ones only with move=True"
-                )
+                hint = "no conditional node can be in a child; alloc and free ones only with move=True"
                 raise GraphError(f"{error}; {hint}") from error.__cause__
             raise
         if move:

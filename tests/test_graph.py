@@ -816,7 +816,7 @@ def test_a_device_updatable_node_exists_once_and_stays(device: dk.Device, module
         graph.remove(graph["node"])
     with (
         dk.Graph(device, "around") as around,
-        pytest.raises(dk.GraphError, match="device-updatable ones only with move=True"),
+        pytest.raises(dk.GraphError, match="device-updatable node 'node' can be in a child only with move=True"),
     ):
         around.child(graph)
 

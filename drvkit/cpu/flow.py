@@ -111,6 +111,11 @@ def polls(i: Instruction) -> bool:
     return i.opcode in ("atom", "nanosleep") or (i.opcode == "mbarrier" and i.modifiers[0].endswith("_wait"))
 
 
+def holds(i: Instruction) -> bool:
+    """Whether lanes may have to wait at it while others of their warp run: it ends a block, after which they go on."""
+    return i.opcode in ("bar", "barrier") and "warp" in i.modifiers
+
+
 def suspends(i: Instruction) -> bool:
     """Whether the warp stops after it, until something else has happened."""
     if i.opcode in ("bar", "barrier"):
@@ -153,6 +158,7 @@ class Block:
 
     instructions: list[Instruction] = field(default_factory=list)
     successors: list[int] = field(default_factory=list)  # of a conditional branch: if taken, if not
+    goes_on: bool = False  # with what the one before it began, where lanes may have to wait in between
     live_in: frozenset[Register] = frozenset()
     live_out: frozenset[Register] = frozenset()
 
@@ -169,6 +175,7 @@ class Flow:
         variables: local and shared variables of the kernel and of what is inlined, by unique name.
         loops: blocks of each loop, by the number of its head.
         polling: back edges (from, to) of loops that wait for others.
+        resumed: blocks that only go on with what one other block began: where lanes may have had to wait in between.
         uniform: registers that have one value in all threads of a launch at all times, in the order of definition.
     """
 
@@ -181,6 +188,7 @@ class Flow:
         body = list(self._unguarded(body))
         blocks, labels = self._split(body, interruptible)
         self._connect(blocks, labels)
+        self._end_at_once(blocks)
         self._merge_back_edges(blocks)
         self._order(blocks)
         self._find_uniform()
@@ -286,21 +294,22 @@ class Flow:
 
     def _split(self, body: list[Instruction | Label], interruptible: bool) -> tuple[list[Block], dict[str, int]]:
         blocks, labels = [Block()], {}
-        waits = any(isinstance(item, Instruction) and polls(item) for item in body)  # some lanes of a warp for others
+        # Whether some lanes of a warp wait for others.
+        waits = any(isinstance(item, Instruction) and (polls(item) or holds(item)) for item in body)
         for item in body:
             if isinstance(item, Label):
                 if blocks[-1].instructions:
                     blocks.append(Block())
                 labels[item.name] = len(blocks) - 1
                 continue
-            first_meeting = waits and meets(item) and not any(map(meets, blocks[-1].instructions))
+            first_meeting = waits and meets(item) and not holds(item) and not any(map(meets, blocks[-1].instructions))
             if blocks[-1].instructions and (stands(item) or first_meeting):
-                blocks.append(Block())
+                blocks.append(Block(goes_on=first_meeting))
             blocks[-1].instructions.append(item)
             if item.opcode in ("bar", "barrier") and "red" in item.modifiers:
                 blocks.append(Block([replace(item, opcode="barrier_result")]))
-            elif item.opcode in _TERMINATORS or suspends(item) or (interruptible and ordering(item)):
-                blocks.append(Block())
+            elif item.opcode in _TERMINATORS or suspends(item) or holds(item) or (interruptible and ordering(item)):
+                blocks.append(Block(goes_on=holds(item)))
         if not blocks[-1].instructions:  # where labels at the very end point to
             last = next((item for item in reversed(body) if isinstance(item, Instruction)), None)
             if last is not None:
@@ -330,6 +339,17 @@ class Flow:
                 block.successors = []
             elif following < len(blocks):
                 block.successors = [following]
+
+    def _end_at_once(self, blocks: list[Block]) -> None:
+        """A branch to a bare ``ret`` ends its lanes there: others do not wait for who has returned early."""
+        for block in blocks:
+            last = block.last
+            if last is not None and last.opcode == "bra":
+                taken, *fallen = block.successors
+                end = blocks[taken].instructions
+                if len(end) == 1 and end[0].opcode in ("ret", "exit") and end[0].guard is None:
+                    block.instructions[-1] = replace(last, opcode="exit", modifiers=(), operands=())
+                    block.successors = fallen
 
     def _merge_back_edges(self, blocks: list[Block]) -> None:
         """A loop with several back edges gets one block before its head, where lanes that go round meet."""
@@ -366,6 +386,8 @@ class Flow:
         self.loops = {number[head]: {number[member] for member in inside} for head, inside in loops.items()}
         # An edge to an earlier or the same block closes a loop, also in a graph that is not reducible.
         self.back_edges = {(at, to) for at, each in enumerate(self.blocks) for to in each.successors if to <= at}
+        entered = [to for each in self.blocks for to in each.successors]
+        self.resumed = {at for at, each in enumerate(self.blocks) if each.goes_on and entered.count(at) == 1}
         self.polling = set()
         for at, to in self.back_edges:
             inside = self.loops.get(to, set(range(to, at + 1)))

@@ -49,6 +49,7 @@ MOMENTS = {PLAIN: END, PROGRAMMATIC: TRIGGER, PROGRAMMATIC_START: START, LAUNCH_
 IF, WHILE, SWITCH = 0, 1, 2  # CUgraphConditionalNodeType
 AUTO_FREE, UPLOAD, DEVICE_LAUNCH, NODE_PRIORITY = 1, 2, 4, 8  # CUgraphInstantiate_flags
 
+_ONCE = ("conditional", "mem_alloc", "mem_free")  # what is in no two graphs, and in one exec at a time
 _WORK = ("kernel", "memcpy", "memset")  # what runs in a context; in an exec it can be disabled
 _DEVICE_LAUNCHED = (*_WORK, "graph")
 _IN_BODIES = (*_DEVICE_LAUNCHED, "empty", "conditional")
@@ -70,12 +71,12 @@ class Condition(Shared):
 
 
 class Child(Operation):
-    """Another graph, as one node: itself, if it was ``moved``, else a clone."""
+    """Another graph, as one node."""
 
     kind = "graph"
 
-    def __init__(self, device: int, graph: Graph, *, moved: bool = False) -> None:
-        self.device, self.graph, self.moved = device, graph, moved
+    def __init__(self, device: int, graph: Graph) -> None:
+        self.device, self.graph = device, graph
 
     def __str__(self) -> str:
         return "child graph"
@@ -182,13 +183,21 @@ class Graph:
             yield graph
             graph = graph.owner.graph if graph.owner is not None else None
 
+    def within(self) -> Iterator[Graph]:
+        """It, and the graphs inside of it."""
+        yield self
+        for node in self.walk():
+            yield from node.graphs
+
     def edges(self) -> list[tuple[Node, Node, EdgeData]]:
         return [(node, target, data) for node in self.nodes for target, data in node.dependents.items()]
 
     def _is_exclusive(self) -> bool:
         """Whether there can be only one exec of it at a time, and no clone."""
-        exclusive = ("conditional", "mem_alloc", "mem_free")
-        return any(node.kind in exclusive or _is_updatable(node.operation) for node in self.walk())
+        return self._holds(*_ONCE) or any(_is_updatable(node.operation) for node in self.walk())
+
+    def _holds(self, *kinds: str) -> bool:
+        return any(node.kind in kinds for node in self.walk())
 
     def _has_memory(self) -> bool:
         return any(node.kind in ("mem_alloc", "mem_free") for node in self.nodes)
@@ -208,8 +217,8 @@ class Graph:
         self.nodes[node] = None
         for source, data in edges:
             self.connect(source, node, data)
-        if isinstance(operation, Allocate | Free):
-            operation.memory.keep()
+        for shared in _shared_by(operation):
+            shared.keep()
         for graph in node.graphs:
             graph.owner = node
         return node
@@ -223,8 +232,10 @@ class Graph:
     def add_conditional(
         self, device: int, variety: int, condition: int, size: int, edges: Iterable[tuple[Node, EdgeData]]
     ) -> Node:
-        """A node that tests a condition of this graph, or of one that this is inside of; its bodies are new graphs."""
-        known = (known for graph in self.around() for known in graph.conditions)
+        """A node that tests a condition of this graph, or of any that has the same one around it; its bodies are new
+        graphs."""
+        *_, outermost = self.around()
+        known = (known for graph in outermost.within() for known in graph.conditions)
         tested = next((each for each in known if each.address == condition), None)
         most = {IF: 2, WHILE: 1, SWITCH: 1 << 31}.get(variety, 0)
         if tested is None or tested.node is not None or not 0 < size <= most:
@@ -239,16 +250,16 @@ class Graph:
         return tested.node
 
     def add_child(self, device: int, graph: Graph, edges: Iterable[tuple[Node, EdgeData]], *, move: bool) -> Node:
-        """``graph``, or a clone of it, as a node."""
+        """``graph``, or a copy of it, as a node."""
         if graph in self.around():
             raise RefusedError("INVALID_VALUE")
-        if any(node.kind == "conditional" for node in graph.walk()):
+        if graph.owner is not None or graph._holds(*(("conditional",) if move else _ONCE)):
             raise RefusedError("NOT_SUPPORTED")
-        if move and (graph.owner is not None or graph.execs):
+        if move and graph.execs and graph._is_exclusive():
             raise RefusedError("NOT_SUPPORTED")
-        inner = graph if move else graph.clone()
+        inner = graph if move else graph._copy()
         try:
-            return self.add(Child(device, inner, moved=move), edges)
+            return self.add(Child(device, inner), edges)
         except RefusedError:
             if not move:
                 inner.destroy()
@@ -267,8 +278,8 @@ class Graph:
 
     def _forget(self, node: Node) -> None:
         handles.drop(node.handle)
-        if isinstance(node.operation, Allocate | Free):
-            node.operation.memory.let_go()
+        for shared in _shared_by(node.operation):
+            shared.let_go()
         if isinstance(node.operation, Conditional):
             node.operation.condition.node = None
         for graph in node.graphs:
@@ -294,10 +305,8 @@ class Graph:
         del source.dependents[target], target.dependencies[source]
 
     def clone(self) -> Graph:
-        """A copy of it; not of a body, nor of what was moved into its node."""
-        around = self.owner.operation if self.owner is not None else None
-        bound = isinstance(around, Conditional) or (isinstance(around, Child) and around.moved)
-        if bound or self._is_exclusive():
+        """A copy of it; not of a body."""
+        if (self.owner is not None and self.owner.kind == "conditional") or self._is_exclusive():
             raise RefusedError("NOT_SUPPORTED")
         return self._copy()
 
@@ -487,8 +496,9 @@ class _Structure:
             item = self.items[place]
             if node.kind != item.operation.kind:
                 raise UpdateError("NODE_TYPE_CHANGED", node)
-            updatable = _is_updatable(node.operation) or _is_updatable(item.operation)
-            why = "NOT_SUPPORTED" if updatable else node.operation.check_update(item.operation)
+            if _is_updatable(node.operation) or _is_updatable(item.operation):
+                raise RefusedError("NOT_SUPPORTED")
+            why = node.operation.check_update(item.operation)
             if why is not None:
                 raise UpdateError(why, node)
             changes.append((item, node.operation))
@@ -497,14 +507,14 @@ class _Structure:
         return changes
 
     def _pair(self, graph: Graph) -> dict[Node, int]:
-        """The place of the item for each node: exits are paired in their order, and from there on backwards what two
-        wait for, in the order of their edges."""
-        exits = graph.exits
-        if len(graph.nodes) != len(self.items):
+        """The place of the item for each node: exits are paired from the last one on, and from there on backwards what
+        two wait for, in the order of their edges."""
+        exits = graph.exits[::-1]
+        if len(graph.nodes) != len(self.items) or len(exits) < len(self.exits):
             raise UpdateError("TOPOLOGY_CHANGED")
         if len(exits) > len(self.exits):
-            raise UpdateError("TOPOLOGY_CHANGED", exits[0])
-        places = dict(zip(exits, self.exits, strict=False))
+            raise UpdateError("TOPOLOGY_CHANGED", exits[len(self.exits)])
+        places = dict(zip(exits, reversed(self.exits), strict=True))
         nodes = {place: node for node, place in places.items()}
         for node in exits:  # and what is appended
             edges = self.items[places[node]].edges
@@ -549,10 +559,11 @@ class Exec:
         for node in graph.walk():
             if node.kind == "conditional":
                 for body in node.graphs:
-                    _check_device_side(body, node.operation.device, _IN_BODIES)
+                    _check_device_side(body, node.operation.device, _IN_BODIES, InstantiateError.MULTIPLE_CONTEXTS)
         if flags & DEVICE_LAUNCH:
             devices = [node.operation.device for node in graph.walk() if node.kind in _WORK]
-            _check_device_side(graph, devices[0] if devices else 0, _DEVICE_LAUNCHED)
+            device = devices[0] if devices else 0
+            _check_device_side(graph, device, _DEVICE_LAUNCHED, InstantiateError.OPERATION_NOT_SUPPORTED)
             if not devices:
                 raise RefusedError("INVALID_VALUE")
         if graph._is_exclusive() and graph.execs:
@@ -684,19 +695,20 @@ def _shared_by(operation: Operation) -> tuple[Shared, ...]:
 
 def _check_conditions(graph: Graph) -> None:
     """All conditions inside of a graph must be tested."""
-    graphs = [graph, *(inner for node in graph.walk() for inner in node.graphs)]
-    if any(condition.node is None for each in graphs for condition in each.conditions):
+    if any(condition.node is None for each in graph.within() for condition in each.conditions):
         raise InstantiateError(InstantiateError.CONDITIONAL_HANDLE_UNUSED)
 
 
-def _check_device_side(graph: Graph, device: int, kinds: Sequence[str]) -> None:
-    """What no host takes part in is all in one context, and ordinary host memory is in none."""
+def _check_device_side(graph: Graph, device: int, kinds: Sequence[str], pageable: int) -> None:
+    """What no host takes part in is all in one context, and ordinary host memory is in none: ``pageable`` says what
+    copies of that are called."""
     for node in graph.walk():
         operation = node.operation
         if operation.kind not in kinds:
             raise InstantiateError(InstantiateError.OPERATION_NOT_SUPPORTED, node)
-        pageable = isinstance(operation, Copy) and None in operation.devices
-        if pageable or (operation.kind in _WORK and operation.device != device):
+        if isinstance(operation, Copy) and None in operation.devices:
+            raise InstantiateError(pageable, node)
+        if operation.kind in _WORK and operation.device != device:
             raise InstantiateError(InstantiateError.MULTIPLE_CONTEXTS, node)
 
 

@@ -21,6 +21,7 @@ from .races import Clocks
 from .state import (
     COPIES,
     EXITED,
+    HELD,
     REGISTERS,
     SHARED_STRIDE,
     BlockState,
@@ -36,7 +37,7 @@ from .state import (
 from .storage import addresses
 
 if TYPE_CHECKING:
-    from .program import Function
+    from .program import Function, Place
 
 __all__ = ["Grid"]
 
@@ -449,8 +450,10 @@ class Grid:
     def _fault(self) -> Fault:
         state = self.state
         kind = FAULTS[state.fault_kind]
-        place = self.function.place(state.fault_place)
-        block, thread = self._thread(state.fault_lane & 31)
+        place, lane, divergence = self.function.place(state.fault_place), state.fault_lane & 31, ""
+        if kind.endswith("divergence"):
+            place, lane, divergence = self._divergence(kind, lane)
+        block, thread = self._thread(lane)
         who = f"kernel {self.function.name}, {place.where} ({place.name}), block {block}, thread {thread}"
         address, nbytes = state.fault_address, state.fault_bytes
         where = self._where(address)
@@ -484,15 +487,45 @@ class Grid:
             return Fault("CUDA_ERROR_LAUNCH_FAILED", f"{who}: race: {what}")
         if kind == "trap":
             return Fault("CUDA_ERROR_LAUNCH_FAILED", f"{who}: the kernel gave up (trap)")
+        return Fault("CUDA_ERROR_LAUNCH_FAILED", f"{who}: {divergence or kind}")
+
+    def _divergence(self, kind: str, first: int) -> tuple[Place, int, str]:
+        """Where the ``first`` one and others wait, which of them waits in vain, and where those are that it misses."""
+        warp, place = WarpState.from_address(self.state.current), self.function.place(self.state.fault_place)
+        pcs, awaited = list(warp.pc), list(warp.awaited)
+        held = [HELD <= pc < EXITED for pc in pcs]
+        if held[first]:
+            place = self._stand(pcs[first])
+            together = [lane for lane in range(32) if held[lane] and awaited[lane] == awaited[first]]
+        else:
+            together = [lane for lane in range(32) if pcs[lane] == pcs[first]]
+        here = sum(1 << lane for lane in together)
+        ended = sum(1 << lane for lane in range(32) if pcs[lane] == EXITED)
+        for lane in together:
+            if not awaited[lane] >> lane & 1:
+                return place, lane, f"it is not in its own mask, which names {_lanes(awaited[lane])}"
+            missing = awaited[lane] & ~here
+            if not held[first]:  # an ended lane counts only for what is aligned, where nothing else can be wrong
+                missing = missing & ~ended or missing
+            if missing:
+                first = lane
+                break
+        groups: dict[str, int] = {}
+        for lane in (lane for lane in range(32) if missing >> lane & 1):
+            other = self._stand(pcs[lane]) if pcs[lane] != EXITED else None
+            where = f"at {other.where} ({other.name})" if other else "ended"
+            if held[lane]:
+                where += f", where they wait for {_lanes(awaited[lane])}"
+            groups[where] = groups.get(where, 0) | 1 << lane
+        others = "; ".join(f"{_lanes(mask)} {where}" for where, mask in groups.items())
         if kind == "barrier divergence":
-            lanes = "a part of the warp is elsewhere"
-            return Fault(
-                "CUDA_ERROR_LAUNCH_FAILED", f"{who}: not all threads of the warp come to this barrier: {lanes}"
-            )
-        if kind == "warp divergence":
-            lanes = "lanes that its mask names are elsewhere"
-            return Fault("CUDA_ERROR_LAUNCH_FAILED", f"{who}: {lanes}")
-        return Fault("CUDA_ERROR_LAUNCH_FAILED", f"{who}: {kind}")
+            return place, first, f"not all threads of the warp come to this barrier: {others}"
+        return place, first, f"lanes that its mask names are elsewhere: {others}"
+
+    def _stand(self, pc: int) -> Place:
+        """Where a lane is."""
+        compiled = self.function.compiled
+        return self.function.place(compiled.held[pc - HELD] if pc >= HELD else compiled.stands[pc])
 
     def _warp(self, number: int) -> str:
         """A warp of the running cluster."""
@@ -546,6 +579,13 @@ class Grid:
                 self.close()
                 where = f"{file}:{line}: {function}: block {block}, thread {thread}"
                 raise Fault("CUDA_ERROR_ASSERT", f"{where}: assertion `{message}` failed")
+
+
+def _lanes(mask: int) -> str:
+    """As text: ``lanes 0-7, 9``."""
+    bits = f"{mask:032b}"[::-1]
+    runs = [(run.start(), run.end() - 1) for run in re.finditer("1+", bits)]
+    return f"lanes {', '.join(f'{low}-{high}' if low < high else str(low) for low, high in runs)}"
 
 
 def _formatted(text: int, arguments: int) -> str:

@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 from .fault import Fault
 from .handles import RefusedError, handles
 from .machine import Once, Outcome, Plain, Task, Work, machine
-from .memory import PAGE, memory
+from .memory import memory
 from .program import Function, Program, load
 
 __all__ = [
@@ -104,12 +104,11 @@ class Kernel:
 
 
 class Library:
-    """An image of which each device has a module of its own, from its first use there on."""
+    """An image of which each device has a module of its own, from its first use there on: only then is it looked at."""
 
-    def __init__(self, image: bytes, device: int) -> None:
+    def __init__(self, image: bytes) -> None:
         self._image = image
         self.modules: dict[int, Module] = {}
-        self._names = self.on(device).program.functions.keys()
         self._kernels: dict[str, LibraryKernel] = {}
         self.handle = handles.add(self)
 
@@ -118,8 +117,9 @@ class Library:
             self.modules[device] = Module(device, load(self._image), of_library=True)
         return self.modules[device]
 
-    def kernel(self, name: str) -> LibraryKernel:
-        if name not in self._names:
+    def kernel(self, name: str, device: int) -> LibraryKernel:
+        """``device``: in whose module it is looked for."""
+        if name not in self.on(device).program.functions:
             raise RefusedError("NOT_FOUND")
         if name not in self._kernels:
             self._kernels[name] = LibraryKernel(self, name)
@@ -240,7 +240,8 @@ class Launch(Operation):
                 raise RefusedError("COOPERATIVE_LAUNCH_TOO_LARGE")
 
     def _check_clusters(self) -> None:
-        """A preferred cluster is made of clusters, side by side; whether there is one is the device's choice."""
+        """A preferred cluster is made of clusters, side by side, whose extents are given. Whether there is one is the
+        device's choice, so that it may be of any size that devices have."""
         cluster, preferred = self.cluster, self._extents(Attribute.PREFERRED_CLUSTER_DIMENSION)
         non_portable = self.kernel.function.settings["NON_PORTABLE_CLUSTER_SIZE_ALLOWED"]
         most = LARGEST_NON_PORTABLE_CLUSTER if non_portable else LARGEST_CLUSTER
@@ -248,10 +249,17 @@ class Launch(Operation):
         def divides(whole: Dim3, part: Dim3) -> bool:
             return all(p and n % p == 0 for n, p in zip(whole, part, strict=True))
 
-        for extents in (cluster,) if preferred is None else (cluster, preferred):
-            if not divides(self.grid, extents) or extents[0] * extents[1] * extents[2] > most:
-                raise RefusedError("INVALID_CLUSTER_SIZE")
-        if preferred is not None and not (divides(preferred, cluster) and preferred[2] == cluster[2]):
+        def fits(extents: Dim3, most: int) -> bool:
+            return divides(self.grid, extents) and extents[0] * extents[1] * extents[2] <= most
+
+        if not fits(cluster, most):
+            raise RefusedError("INVALID_CLUSTER_SIZE")
+        if preferred is not None and not (
+            self._extents(Attribute.CLUSTER_DIMENSION)
+            and fits(preferred, LARGEST_NON_PORTABLE_CLUSTER)
+            and divides(preferred, cluster)
+            and preferred[2] == cluster[2]
+        ):
             raise RefusedError("INVALID_CLUSTER_SIZE")
 
     def begin(self, work: Work) -> Task | None:
@@ -371,10 +379,15 @@ class Copy(Operation):
             memory.copy(to, from_, nbytes)
 
     def check_update(self, old: Operation) -> str | None:
+        """What is called memory of the host may be any of it; the rest stays of its device."""
         assert isinstance(old, Copy)
         if max(self.height, self.depth, old.height, old.depth) > 1:
             return "PARAMETERS_CHANGED"
-        return None if self.devices == old.devices else "PARAMETERS_CHANGED"
+        of, was_of = (
+            [None if side.memory_type == HOST else device_of(side.row(0, 0)) for side in (copy.target, copy.source)]
+            for copy in (self, old)
+        )
+        return None if of == was_of else "PARAMETERS_CHANGED"
 
     def __str__(self) -> str:
         size = "x".join(str(n) for n in (self.width, self.height, self.depth)[: 3 if self.depth > 1 else 2])
@@ -396,7 +409,7 @@ def check_range(address: int, nbytes: int, on_host: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Fill(Operation):
-    """Elements of 1, 2 or 4 bytes, set to a value: ``height`` rows of ``width`` elements."""
+    """Elements of 1, 2 or 4 bytes, set to what they have room for of a value: ``height`` rows of ``width`` elements."""
 
     kind = "memset"
 
@@ -409,7 +422,7 @@ class Fill(Operation):
     pitch: int
 
     def check(self) -> None:
-        if self.element not in (1, 2, 4) or self.address % self.element or not 0 <= self.value < 1 << 8 * self.element:
+        if self.element not in (1, 2, 4) or self.address % self.element:
             raise RefusedError("INVALID_VALUE")
         if self.height > 1 and (self.pitch < self.width * self.element or self.pitch % self.element):
             raise RefusedError("INVALID_VALUE")
@@ -421,7 +434,7 @@ class Fill(Operation):
         return Once(self.run)
 
     def run(self) -> None:
-        pattern = self.value.to_bytes(self.element, "little")
+        pattern = self.value.to_bytes(4, "little")[: self.element]
         rows, width = (
             (1, self.width * self.height) if self.pitch == self.width * self.element else (self.height, self.width)
         )
@@ -641,9 +654,9 @@ class GraphMemory(Shared):
     is gone.
     """
 
-    def __init__(self, device: int, nbytes: int, forget: Callable[[int], object]) -> None:
+    def __init__(self, device: int, nbytes: int, align: int, forget: Callable[[int], object]) -> None:
         self.device, self.nbytes, self._forget = device, nbytes, forget
-        self.address = memory.allocate(nbytes, "graph", device, align=PAGE).address
+        self.address = memory.allocate(nbytes, "graph", device, align=align).address
         self.held = False
         memory.allow(self.address, nbytes, False)
 
@@ -671,10 +684,6 @@ class GraphMemory(Shared):
         self._forget(self.address)
 
 
-def _check_memory(new: GraphMemory, old: GraphMemory) -> str | None:
-    return None if (new.device, new.nbytes) == (old.device, old.nbytes) else "PARAMETERS_CHANGED"
-
-
 @dataclass(frozen=True)
 class Allocate(Operation):
     kind = "mem_alloc"
@@ -690,7 +699,7 @@ class Allocate(Operation):
 
     def check_update(self, old: Operation) -> str | None:
         assert isinstance(old, Allocate)
-        return _check_memory(self.memory, old.memory)
+        return None if self.device == old.device else "PARAMETERS_CHANGED"
 
     def __str__(self) -> str:
         return f"allocation of {self.memory.nbytes} bytes at {self.memory.address:#x}"
@@ -711,7 +720,7 @@ class Free(Operation):
 
     def check_update(self, old: Operation) -> str | None:
         assert isinstance(old, Free)
-        return _check_memory(self.memory, old.memory)
+        return None if self.device == old.device else "PARAMETERS_CHANGED"
 
     def __str__(self) -> str:
         return f"end of the memory at {self.memory.address:#x}"

@@ -51,6 +51,8 @@ class Compiled:
     granule: int
     globals: list[str]
     places: list[tuple[str, str]] = field(repr=False)
+    stands: list[int] = field(repr=False)
+    held: list[int] = field(repr=False)
 
 
 class Program:
@@ -116,10 +118,14 @@ class Program:
             function.give_back()
 
 
+_linked: dict[str, int] = {}  # where the code of kernels is
+
+
 class Function:
     """A kernel.
 
     Attributes:
+        needs_cluster: the extents of its clusters were compiled into it.
         max_dynamic_shared: what a launch may ask for; can be set.
         settings: other attributes that can be set, as ``CUfunction_attribute`` calls them.
     """
@@ -131,11 +137,9 @@ class Function:
         self.max_threads = MAX_THREADS
         if threads:
             self.max_threads = min(MAX_THREADS, _product(threads))
-        required = directives.get("reqnctapercluster")
-        self.cluster: tuple[int, int, int] | None = None
-        if required and any(required):
-            x, y, z = (*required, 1, 1)[:3]
-            self.cluster = (x, y, z)
+        required = directives.get("reqnctapercluster") or (0,)
+        self.needs_cluster = any(required)
+        width, height, depth = (*required, 1, 1)[:3] if self.needs_cluster else (0, 0, 0)
         self._key = compiler.digest("kernel", program.text, ptx.name, program.mode)
         self._code: bytes | None = None
         self._ir: str | None = None
@@ -149,6 +153,9 @@ class Function:
         self.spare: list[Any] = []  # slots of earlier launches
         self.max_dynamic_shared = max(0, DEFAULT_SHARED_BYTES - self.shared_bytes)
         self.settings = {
+            "REQUIRED_CLUSTER_WIDTH": width,
+            "REQUIRED_CLUSTER_HEIGHT": height,
+            "REQUIRED_CLUSTER_DEPTH": depth,
             "PREFERRED_SHARED_MEMORY_CARVEOUT": -1,
             "NON_PORTABLE_CLUSTER_SIZE_ALLOWED": 0,
             "CLUSTER_SCHEDULING_POLICY_PREFERENCE": 0,
@@ -161,19 +168,26 @@ class Function:
     registers = property(lambda self: self.compiled.registers)
 
     @property
+    def cluster(self) -> tuple[int, int, int] | None:
+        """The one of launches that name none."""
+        width, height, depth = (self.settings[f"REQUIRED_CLUSTER_{axis}"] for axis in ("WIDTH", "HEIGHT", "DEPTH"))
+        return (width, height, depth) if width or height or depth else None
+
+    @property
     def const_bytes(self) -> int:
         return sum(v.nbytes for v in self.program.ptx.variables.values() if v.space == "const")
 
     @cached_property
     def address(self) -> int:
-        """Of the machine code, which is made now or was found on disk."""
+        """Of the machine code: made now, found on disk, or here already for another module of the same text."""
         compiler.runtime()
-        if self._code is None:
-            assert self._ir is not None
-            self._code = compiler.machine_code(self._ir)
-            DEFAULT_CACHE.store(self._key, vars(self.compiled), self._code)
-        (address,) = compiler.link(self._code, SYMBOL)
-        return address
+        if self._key not in _linked:
+            if self._code is None:
+                assert self._ir is not None
+                self._code = compiler.machine_code(self._ir)
+                DEFAULT_CACHE.store(self._key, vars(self.compiled), self._code)
+            (_linked[self._key],) = compiler.link(self._code, SYMBOL)
+        return _linked[self._key]
 
     def place(self, number: int) -> Place:
         return Place(*self.compiled.places[number])
@@ -235,6 +249,8 @@ def _lower(module: Module, ptx: PtxFunction, mode: str) -> tuple[Compiled, str]:
         granule=lower.granule,
         globals=lower.globals,
         places=[(i.name, i.where) for i in lower.places],
+        stands=lower.stands,
+        held=lower.held,
     )
     return compiled, ir
 

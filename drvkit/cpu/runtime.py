@@ -90,7 +90,8 @@ def runtime_ir() -> tuple[str, list[str]]:
     from .races import race_functions
     from .weak import weak_functions
 
-    functions = [_time(), _check(), _readable(), _copy_begin(), _copy_oldest(), _copy_finish(), _copy_bulk()]
+    functions = [_time(), _check(), _readable(), _copy_bulk()]
+    functions += [make(checked) for make in (_copy_begin, _copy_oldest, _copy_finish) for checked in (True, False)]
     functions += [_multicast(), _release(), _barrier(), _begin(), _ended(), _run_slot(), _run()]
     for nbytes in ACCESS_BYTES:
         for checked in (True, False):
@@ -120,8 +121,9 @@ def _time() -> Function:
 # Memory
 
 
-def access_name(nbytes: int, verb: str, checked: bool) -> str:
-    return f"drvkit_{verb}_{nbytes}{'' if checked else '_unchecked'}"
+def named(name: str, checked: bool) -> str:
+    """A function of which there are two: one looks whether bytes may be touched, and one does not."""
+    return f"drvkit_{name}{'' if checked else '_unchecked'}"
 
 
 def record_fault(
@@ -179,7 +181,7 @@ def _check() -> Function:
 def _access(nbytes: int, verb: str, checked: bool) -> Function:
     f = Function(
         "i32",
-        access_name(nbytes, verb, checked),
+        named(f"{verb}_{nbytes}", checked),
         grid="ptr",
         addresses="ptr",
         mask="i32",
@@ -335,16 +337,18 @@ def _multicast() -> Function:
 # Copies
 
 
-def _copy_begin() -> Function:
+def _copy_begin(checked: bool) -> Function:
     """Queue a cp.async of a warp; until it is finished its targets count as not written."""
     f = Function(
-        "i32", "drvkit_copy_begin", grid="ptr", warp="ptr", targets="ptr", sources="ptr", amounts="ptr", mask="i32",
-        nbytes="i32", place="i32",
+        "i32", named("copy_begin", checked), grid="ptr", warp="ptr", targets="ptr", sources="ptr", amounts="ptr",
+        mask="i32", nbytes="i32", place="i32",
     )  # fmt: skip
     grid, warp = f["grid"], f["warp"]
     begun, done = f.field(warp, WarpState, "copies_begun"), f.field(warp, WarpState, "copies_done")
     with f.when(f.compare("icmp uge", f.op("sub", begun, done), constant("i32", COPIES)), likely=False):
-        f.call("i32", "drvkit_copy_oldest", grid, warp)
+        bad = f.call("i32", named("copy_oldest", checked), grid, warp)
+        with f.when(f.compare("icmp ne", bad, constant("i32", 0)), likely=False):
+            f.ret(1)
     entry = _entry_of(f, begun)
     for name, value in (("mask", f["mask"]), ("nbytes", f["nbytes"]), ("place", f["place"])):
         f.set(entry, CopyState, name, value)
@@ -357,6 +361,9 @@ def _copy_begin() -> Function:
         target = f.place(entry, CopyState, name)
         f.call("void", "llvm.memcpy.p0.p0.i64", target, f[source], constant("i64", bytes_), constant("i1", 0))
     f.set(warp, WarpState, "copies_begun", f.op("add", begun, constant("i32", 1)))
+    if not checked:
+        f.ret(0)
+        return f
     with f.each_bit(f["mask"]) as lane:
         address = f.load("i64", f.at(f["targets"], f.cast("zext", lane, "i64"), "i64"), align=8)
         arguments = (lane, f["place"], f["nbytes"], constant("i8", ALLOCATED), constant("i8", 0))
@@ -374,49 +381,50 @@ def _entry_of(f: Function, number: Value) -> Value:
     return f.at(f.pointer(f.field(f["warp"], WarpState, "copies")), index)
 
 
-def _copy_oldest() -> Function:
+def _copy_oldest(checked: bool) -> Function:
     """Do the oldest copy of a warp's queue."""
-    f = Function("i32", "drvkit_copy_oldest", grid="ptr", warp="ptr")
+    f = Function("i32", named("copy_oldest", checked), grid="ptr", warp="ptr")
     grid = f["grid"]
     done = f.field(f["warp"], WarpState, "copies_done")
     f.set(f["warp"], WarpState, "copies_done", f.op("add", done, constant("i32", 1)))
     entry = _entry_of(f, done)
     nbytes, place = f.field(entry, CopyState, "nbytes"), f.field(entry, CopyState, "place")
     wide = f.cast("zext", nbytes, "i64")
-    watched = f.compare("icmp ne", f.field(grid, GridState, "watched"), constant("i32", 0))
     with f.each_bit(f.field(entry, CopyState, "mask")) as lane:
         target = f.field(entry, CopyState, "target", lane)
         source = f.field(entry, CopyState, "source", lane)
         amount = f.field(entry, CopyState, "source_bytes", lane)
-        with f.when(f.compare("icmp ne", amount, constant("i32", 0))):
-            needs = constant("i8", ALLOCATED | WRITTEN)
-            bad = f.call("i32", "drvkit_readable", grid, source, lane, place, amount, needs)
-            with f.when(f.compare("icmp ne", bad, constant("i32", 0)), likely=False):
-                f.ret(1)
-            with f.when(watched):
-                how = constant("i32", Access.READS)
-                bad = f.call("i32", "drvkit_race_lane", grid, source, amount, lane, place, how)
+        if checked:
+            with f.when(f.compare("icmp ne", amount, constant("i32", 0))):
+                needs = constant("i8", ALLOCATED | WRITTEN)
+                bad = f.call("i32", "drvkit_readable", grid, source, lane, place, amount, needs)
                 with f.when(f.compare("icmp ne", bad, constant("i32", 0)), likely=False):
                     f.ret(1)
+                _watch_copy(f, source, amount, lane, place, Access.READS)
         there = f.pointer(target)
         f.call("void", "llvm.memset.p0.i64", there, constant("i8", 0), wide, constant("i1", 0))
         size = f.cast("zext", f.call("i32", "llvm.umin.i32", amount, nbytes), "i64")
         f.call("void", "llvm.memcpy.p0.p0.i64", there, f.pointer(source), size, constant("i1", 0))
-        shadow = f.pointer(f.op("add", target, f.field(grid, GridState, "shadow")))
-        f.call("void", "llvm.memset.p0.i64", shadow, constant("i8", 3), wide, constant("i1", 0))
-        with f.when(watched):
-            how = constant("i32", Access.WRITES)
-            bad = f.call("i32", "drvkit_race_lane", grid, target, nbytes, lane, place, how)
-            with f.when(f.compare("icmp ne", bad, constant("i32", 0)), likely=False):
-                f.ret(1)
+        if checked:
+            shadow = f.pointer(f.op("add", target, f.field(grid, GridState, "shadow")))
+            f.call("void", "llvm.memset.p0.i64", shadow, constant("i8", 3), wide, constant("i1", 0))
+            _watch_copy(f, target, nbytes, lane, place, Access.WRITES)
     f.add_to(grid, GridState, "stores", 1)
     f.ret(0)
     return f
 
 
-def _copy_finish() -> Function:
+def _watch_copy(f: Function, address: Value, nbytes: Value, lane: Value, place: Value, how: int) -> None:
+    """Where races are looked for: what a copy reads or writes as it is done."""
+    with f.when(f.compare("icmp ne", f.field(f["grid"], GridState, "watched"), constant("i32", 0))):
+        bad = f.call("i32", "drvkit_race_lane", f["grid"], address, nbytes, lane, place, constant("i32", how))
+        with f.when(f.compare("icmp ne", bad, constant("i32", 0)), likely=False):
+            f.ret(1)
+
+
+def _copy_finish(checked: bool) -> Function:
     """Do all copies but those of the newest ``keep`` groups; of -1, also those of no group yet."""
-    f = Function("i32", "drvkit_copy_finish", grid="ptr", warp="ptr", keep="i32")
+    f = Function("i32", named("copy_finish", checked), grid="ptr", warp="ptr", keep="i32")
     warp = f["warp"]
     every = f.is_(f["keep"], -1)
     limit = f.op("sub", f.field(warp, WarpState, "groups_committed"), f["keep"])
@@ -428,7 +436,7 @@ def _copy_finish() -> Function:
     due = f.op("and", f.compare("icmp ne", done, begun), f.op("or", every, old))
     f.branch(due, work, end)
     f.label(work)
-    bad = f.call("i32", "drvkit_copy_oldest", f["grid"], warp)
+    bad = f.call("i32", named("copy_oldest", checked), f["grid"], warp)
     with f.when(f.compare("icmp ne", bad, constant("i32", 0)), likely=False):
         f.ret(1)
     f.jump(again)

@@ -10,6 +10,7 @@ from ctypes import Structure, c_int32, c_int64, c_uint32, c_uint64
 
 __all__ = [
     "EXITED",
+    "HELD",
     "Access",
     "BarrierState",
     "BlockState",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 EXITED = 0x7FFFFFFF  # the pc of a lane that has ended; of a warp whose lanes stand apart
+HELD = 1 << 30  # beside the pc of a lane that waits at a bar.warp.sync: where it goes on afterwards
 SHARED_STRIDE = 1 << 18  # between the windows of a cluster's blocks
 
 
@@ -169,6 +171,7 @@ class WarpState(Structure):
         ("tid_x", c_uint32 * 32),
         ("tid_y", c_uint32 * 32),
         ("tid_z", c_uint32 * 32),
+        ("awaited", c_uint32 * 32),  # of a lane that is held: the lanes for which it waits
         ("index", c_uint32),  # in its block
         ("status", c_uint32),
         ("barrier", c_uint32),  # for which it waits

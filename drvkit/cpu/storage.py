@@ -47,7 +47,8 @@ class Pool:
     Attributes:
         used: what was allocated, without what was freed in the order of a stream. Memory that ``cuMemFree`` freed goes
             on to count, as on an H200.
-        reserved: what the pool keeps for itself.
+        reserved: what the pool keeps for itself; also what was freed in the order of a stream, until the host has seen
+            that it is free.
     """
 
     _all: ClassVar[weakref.WeakSet[Pool]] = weakref.WeakSet()
@@ -62,7 +63,7 @@ class Pool:
             "RELEASE_THRESHOLD": 0,
         }
         self.used = self.used_high = self.reserved = self.reserved_high = 0
-        self._live = 0
+        self._live = self._unseen = 0  # in use, for all that was called; and freed, but perhaps not yet
         self._all.add(self)
 
     def allocate(self, nbytes: int) -> Allocation:
@@ -81,13 +82,15 @@ class Pool:
         self._live -= nbytes
         if in_order:
             self.used -= nbytes
+            self._unseen += nbytes
         else:
             self._release()
 
     def trim(self, keep: int) -> None:
-        self.reserved = min(self.reserved, _rounded(max(self._live, keep), POOL_GROWTH))
+        self.reserved = min(self.reserved, _rounded(max(self._live + self._unseen, keep), POOL_GROWTH))
 
     def _release(self) -> None:
+        self._unseen = 0
         self.trim(self.attributes["RELEASE_THRESHOLD"])
 
     @classmethod

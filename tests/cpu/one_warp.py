@@ -46,11 +46,13 @@ def kernel(body: str, given: int, results: int, threads: int = 32) -> bytes:
     return _KERNEL.format(given=max(given, 1), results=max(results, 1), loads=loads, body=body, stores=stores).encode()
 
 
-def run(body: str, given: Words | None = None, results: int = 1, *, threads: int = 32) -> Words:
+def run(
+    body: str, given: Words | None = None, results: int = 1, *, threads: int = 32, mode: str | None = None
+) -> Words:
     """What the threads leave in %d0, %d1, ...: an array of (results, threads). ``given`` is one of (words, threads)."""
     given = np.zeros((0, threads), np.uint32) if given is None else np.ascontiguousarray(given, np.uint32)
     assert given.shape[1:] == (threads,)
-    program = load(kernel(body, len(given), results, threads))
+    program = load(kernel(body, len(given), results, threads), mode=mode)
     nbytes = 4 * max(results, 1) * threads
     source = memory.allocate(max(given.nbytes, 4), "device")
     target = memory.allocate(nbytes, "device")

@@ -284,6 +284,23 @@ def test_a_graph_may_wait_for_its_own_last_launch_by_an_event(world: World) -> N
     driver.cuEventDestroy(event)
 
 
+def test_a_graph_that_has_an_exec_may_move_into_another(world: World) -> None:
+    graph, child = world.graph(), driver.cuGraphCreate(0)
+    world.node(child, 1)
+    alone = driver.cuGraphInstantiate(child, 0)
+    params = cpu.CUgraphNodeParams()
+    params.type = cpu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH
+    params.graph.graph, params.graph.ownership = child, cpu.CUgraphChildGraphNodeOwnership(1)
+    node = driver.cuGraphAddNode(graph, None, None, 0, params)
+    assert int(driver.cuGraphChildGraphNodeGetGraph(node)) == int(child)
+    assert code(cpu.cuGraphAddChildGraphNode(world.graph(), None, 0, child)) == "NOT_SUPPORTED"
+    world.node(driver.cuGraphClone(child), 2)
+    whole = driver.cuGraphInstantiate(graph, 0)
+    for exec_ in (alone, whole):
+        assert world.run(exec_) == [1]
+        driver.cuGraphExecDestroy(exec_)
+
+
 def test_nodes_are_found_in_clones_of_clones(world: World) -> None:
     inner, graph = world.graph(), world.graph()
     deep = world.node(inner, 1)
@@ -346,6 +363,25 @@ def test_a_body_may_test_a_condition_of_the_graph_around_it(world: World) -> Non
     driver.cuGraphExecDestroy(exec_)
 
 
+def test_a_graph_may_test_a_condition_of_a_body(world: World) -> None:
+    """And goes on when the body is no more."""
+    graph = world.graph()
+    outer = driver.cuGraphConditionalHandleCreate(graph, world.context, 0, 1)
+    (body,) = conditional(world, graph, "IF", 1, handle=outer)
+    (holder,), _ = driver.cuGraphGetNodes(graph, 1)
+    inner = driver.cuGraphConditionalHandleCreate(body, world.context, 0, 1)
+    assert instantiated(graph)[:2] == ("INVALID_VALUE", "CONDITIONAL_HANDLE_UNUSED")
+    yes, no = conditional(world, graph, "IF", 2, handle=inner)
+    world.node(yes, 1)
+    world.node(no, 2)
+    for _ in range(2):
+        exec_ = driver.cuGraphInstantiate(graph, 0)
+        assert world.run(exec_) == [2]
+        driver.cuGraphExecDestroy(exec_)
+        cpu.cuGraphDestroyNode(holder)
+        conditional(world, graph, "IF", 1, handle=outer)
+
+
 def test_a_graph_inside_of_another_is_not_made_executable_alone(world: World) -> None:
     graph, inner = world.graph(), world.graph()
     (body,) = conditional(world, graph, "IF", 1)
@@ -364,9 +400,12 @@ def test_a_body_and_what_kernels_launch_copy_no_memory_that_is_of_the_host_alone
     params.WidthInBytes, params.Height, params.Depth = 16, 1, 1
     around, alone = world.graph(), world.graph()
     (body,) = conditional(world, around, "IF", 1)
-    for graph, holder, flags in ((around, body, 0), (alone, alone, 4)):
+    for graph, holder, flags, result in (
+        (around, body, 0, "MULTIPLE_CTXS_NOT_SUPPORTED"),
+        (alone, alone, 4, "NODE_OPERATION_NOT_SUPPORTED"),
+    ):
         copy = driver.cuGraphAddMemcpyNode(holder, None, 0, params, world.context)
-        assert instantiated(graph, flags) == ("INVALID_VALUE", "MULTIPLE_CTXS_NOT_SUPPORTED", int(copy))
+        assert instantiated(graph, flags) == ("INVALID_VALUE", result, int(copy))
     assert instantiated(alone)[0] == "SUCCESS"
 
 
@@ -588,15 +627,46 @@ def test_a_device_updatable_node_stays_one_and_is_there_once(world: World) -> No
     node, other = world.node(graph, 1), world.node(graph, 2)
     assert put_attribute(node, "DEVICE_UPDATABLE_KERNEL_NODE", 0) == "SUCCESS"
     assert put_attribute(node, "DEVICE_UPDATABLE_KERNEL_NODE", 1) == "SUCCESS"
-    assert put_attribute(node, "DEVICE_UPDATABLE_KERNEL_NODE", 0) == "INVALID_VALUE"
+    assert put_attribute(node, "DEVICE_UPDATABLE_KERNEL_NODE", 0) == "NOT_SUPPORTED"
     for pair in ((node, other), (other, node)):
-        assert code(cpu.cuGraphKernelNodeCopyAttributes(*pair)) == "INVALID_VALUE"
+        assert code(cpu.cuGraphKernelNodeCopyAttributes(*pair)) == "NOT_SUPPORTED"
     exec_ = driver.cuGraphInstantiate(graph, 0)
     assert instantiated(graph)[0] == "NOT_SUPPORTED"
-    assert update(exec_, graph)[:2] == ("NOT_SUPPORTED", int(node))
+    assert code(cpu.cuGraphExecUpdate(exec_, graph)) == "NOT_SUPPORTED"
     driver.cuGraphExecKernelNodeSetParams(exec_, node, world.params(3))
     driver.cuGraphNodeSetEnabled(exec_, other, 0)
     assert world.run(exec_) == [3]
+    driver.cuGraphExecDestroy(exec_)
+
+
+def test_each_device_updatable_node_has_a_handle_of_its_own(world: World) -> None:
+    """That of a child's copy, and of a captured launch, too."""
+
+    def handle(node: Any) -> int:
+        value = driver.cuGraphKernelNodeGetAttribute(node, attribute_id("DEVICE_UPDATABLE_KERNEL_NODE"))
+        return int(value.deviceUpdatableKernelNode.devNode)
+
+    config, attribute = cpu.CUlaunchConfig(), cpu.CUlaunchAttribute()
+    config.gridDimX = config.gridDimY = config.gridDimZ = 1
+    config.blockDimX = config.blockDimY = config.blockDimZ = 1
+    attribute.id = attribute_id("DEVICE_UPDATABLE_KERNEL_NODE")
+    attribute.value.deviceUpdatableKernelNode.deviceUpdatable = 1
+    config.attrs, config.numAttrs, config.hStream = [attribute], 1, world.stream
+    kernel = driver.cuModuleGetFunction(world.module, b"other")
+    args = ((int(world.log), 1), (ctypes.c_uint64, ctypes.c_uint32))
+    assert code(cpu.cuLaunchKernelEx(config, kernel, args, 0)) == "NOT_SUPPORTED"
+    begin(world.stream)
+    driver.cuLaunchKernelEx(config, kernel, args, 0)
+    world.graphs.append(captured := driver.cuStreamEndCapture(world.stream))
+    graph = world.graph()
+    child = driver.cuGraphAddChildGraphNode(graph, None, 0, captured)
+    copied = driver.cuGraphChildGraphNodeGetGraph(child)
+    (node,), (twin,) = (driver.cuGraphGetNodes(each, 1)[0] for each in (captured, copied))
+    assert len({handle(node), handle(twin), 0}) == 3
+    assert handle(world.node(graph, 1)) == 0
+    exec_ = driver.cuGraphInstantiate(graph, 0)
+    assert instantiated(graph)[0] == "NOT_SUPPORTED"
+    assert instantiated(captured)[0] == "SUCCESS"
     driver.cuGraphExecDestroy(exec_)
 
 
@@ -621,6 +691,25 @@ def test_a_larger_cluster_is_for_kernels_that_allow_it(world: World) -> None:
     driver.cuMemcpyDtoH(host, world.log, host.nbytes)
     assert host.tolist() == [16] * 16 + [0]
     driver.cuGraphExecDestroy(exec_)
+
+
+def test_a_cluster_that_a_kernel_was_set_to_require_is_that_of_its_launches(world: World) -> None:
+    kernel = driver.cuModuleGetFunction(world.module, b"ranks")
+    extents = [
+        cpu.CUfunction_attribute.__members__[f"CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_{name}"]
+        for name in ("WIDTH", "HEIGHT", "DEPTH")
+    ]
+    args = ((int(world.log), 0), (ctypes.c_uint64, ctypes.c_uint32))
+    driver.cuFuncSetAttribute(kernel, extents[0], 4)
+    assert code(cpu.cuLaunchKernel(kernel, 8, 1, 1, 1, 1, 1, 0, world.stream, args, 0)) == "INVALID_CLUSTER_SIZE"
+    for each in extents[1:]:
+        driver.cuFuncSetAttribute(kernel, each, 1)
+    assert code(cpu.cuLaunchKernel(kernel, 6, 1, 1, 1, 1, 1, 0, world.stream, args, 0)) == "INVALID_CLUSTER_SIZE"
+    driver.cuLaunchKernel(kernel, 8, 1, 1, 1, 1, 1, 0, world.stream, args, 0)
+    host = np.zeros(5, np.uint32)
+    driver.cuStreamSynchronize(world.stream)
+    driver.cuMemcpyDtoH(host, world.log, host.nbytes)
+    assert host.tolist() == [4] * 4 + [0]
 
 
 # ---- memory of graphs ----------------------------------------------------------------------------------------------
@@ -681,10 +770,10 @@ def test_a_use_of_memory_after_its_free_node_is_a_fault(world: World) -> None:
 
 
 def test_an_update_brings_the_memory_of_the_other_graph(world: World) -> None:
-    """Launches before it have the old memory until they are done."""
+    """Of another size, too. Launches before it have the old memory until they are done."""
 
     def build(value: int) -> tuple[Any, int]:
-        graph, params = world.graph(), alloc_params()
+        graph, params = world.graph(), alloc_params(64 << value)
         alloc = driver.cuGraphAddMemAllocNode(graph, None, 0, params)
         fill = world.fill(graph, alloc, dst=params.dptr, value=value)
         copy = cpu.CUDA_MEMCPY3D()

@@ -136,8 +136,13 @@ def test_a_library_needs_no_context_but_its_functions_do(contexts: list[Any]) ->
     assert code(cpu.cuLibraryGetModule(library)) == code(cpu.cuKernelGetFunction(kernel)) == "INVALID_CONTEXT"
     assert code(cpu.cuLibraryGetKernel(library, b"nope")) == "NOT_FOUND"
     driver.cuLibraryUnload(library)
-    assert code(cpu.cuLibraryLoadData(b"nonsense\0", None, None, 0, None, None, 0)) == "INVALID_IMAGE"
     driver.cuCtxSetCurrent(contexts[0])
+
+
+def test_the_image_of_a_library_is_looked_at_when_it_is_needed(contexts: list[Any]) -> None:
+    library = driver.cuLibraryLoadData(b"nonsense\0", None, None, 0, None, None, 0)
+    assert code(cpu.cuLibraryGetKernel(library, b"count")) == code(cpu.cuLibraryGetModule(library)) == "INVALID_IMAGE"
+    driver.cuLibraryUnload(library)
 
 
 def test_attributes_of_a_librarys_kernel_are_of_a_device(library: Any) -> None:
@@ -189,7 +194,7 @@ def test_settings_of_a_kernel_are_told(module: Any) -> None:
     small = driver.cuModuleGetFunction(module, b"small")
     for name, usual, value, wrong in (
         ("PREFERRED_SHARED_MEMORY_CARVEOUT", -1, 50, 101),
-        ("NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 0, 1, 2),
+        ("NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 0, 1, -1),
         ("CLUSTER_SCHEDULING_POLICY_PREFERENCE", 0, 2, 3),
     ):
         attribute = Attribute.__members__[f"CU_FUNC_ATTRIBUTE_{name}"]
@@ -198,6 +203,22 @@ def test_settings_of_a_kernel_are_told(module: Any) -> None:
         assert code(cpu.cuFuncSetAttribute(small, attribute, wrong)) == "INVALID_VALUE"
         assert driver.cuFuncGetAttribute(attribute, small) == value
     assert code(cpu.cuFuncSetAttribute(small, Attribute.CU_FUNC_ATTRIBUTE_PTX_VERSION, 80)) == "INVALID_VALUE"
+
+
+def test_a_required_cluster_is_set_once_or_compiled_in() -> None:
+    clusters = [Attribute.__members__[f"CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_{name}"] for name in ("WIDTH", "HEIGHT")]
+    must_be_set = Attribute.CU_FUNC_ATTRIBUTE_CLUSTER_SIZE_MUST_BE_SET
+    module = load(
+        f"{HEAD}.visible .entry compiled() .reqnctapercluster 2, 1, 1 {{ ret; }}.visible .entry set() {{ ret; }}"
+    )
+    compiled, function = (driver.cuModuleGetFunction(module, name) for name in (b"compiled", b"set"))
+    for width in clusters:
+        assert code(cpu.cuFuncSetAttribute(compiled, width, 4)) == "NOT_PERMITTED"
+        assert code(cpu.cuFuncSetAttribute(function, width, -1)) == "INVALID_VALUE"
+    driver.cuFuncSetAttribute(function, clusters[0], 4)
+    told = [[driver.cuFuncGetAttribute(each, f) for each in (*clusters, must_be_set)] for f in (compiled, function)]
+    assert told == [[2, 1, 1], [4, 0, 0]]
+    driver.cuModuleUnload(module)
 
 
 def test_the_architecture_of_the_text_is_told() -> None:

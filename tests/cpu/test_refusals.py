@@ -65,6 +65,15 @@ DIFFERENT = {
     },
     "func_attributes/*/NUM_REGS": "ptxas allocates registers, which the CPU device only estimates",
     "mem_query/9": "allocations lie apart, so that what runs over the end of one is seen",
+    "wide_value/3": "what an element has no room for is dropped; the H200 adds it to the elements behind",
+    **dict.fromkeys(
+        ("alloc_update/0", "alloc_update/1"), "the memory of each graph begins a page; that of the H200 has 2 MiB"
+    ),
+    **dict.fromkeys(
+        ("alloc_update/5", "alloc_update/6", "alloc_update/7", "alloc_update/8"),
+        "after an update the exec allocates the memory that the other graph names, and no other; the H200 refused to "
+        "fill either of both, and freed both",
+    ),
     "moved_child": "the H200's driver crashed, and nothing else is recorded of it",
     **dict.fromkeys(
         (f"vmm/{place}" for place in (10, 14, 17, 21, 24, 26)),

@@ -497,9 +497,19 @@ def test_what_a_pool_counts(pool: Any, stream: Any) -> None:
     driver.cuMemFreeAsync(second, stream)
     assert counts(pool) == [0, 64, 33]
     driver.cuMemPoolTrimTo(pool, 10 * MiB)
-    assert counts(pool) == [0, 32, 33]
-    driver.cuMemPoolTrimTo(pool, 0)
+    assert counts(pool) == [0, 64, 33], "the host has not seen yet that the memory is free"
+    driver.cuStreamSynchronize(stream)
     assert counts(pool) == [0, 0, 33]
+
+
+def test_a_pool_is_trimmed_to_what_it_shall_keep(pool: Any, stream: Any) -> None:
+    threshold = cpu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+    driver.cuMemPoolSetAttribute(pool, threshold, cpu.cuuint64_t(1 << 40))
+    driver.cuMemFreeAsync(driver.cuMemAllocFromPoolAsync(70 * MiB, pool, stream), stream)
+    driver.cuStreamSynchronize(stream)
+    for keep, kept in ((1 << 40, 96), (10 * MiB, 32), (0, 0)):
+        driver.cuMemPoolTrimTo(pool, keep)
+        assert counts(pool)[1] == kept
 
 
 def test_a_pool_releases_what_it_need_not_keep_when_the_host_waits(pool: Any, stream: Any) -> None:

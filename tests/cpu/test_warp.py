@@ -165,6 +165,21 @@ def test_lanes_that_have_ended_are_absent() -> None:
     np.testing.assert_array_equal(found[2, :20], 20)
 
 
+@pytest.mark.parametrize("negated", [False, True])
+@pytest.mark.parametrize("barrier", ["", "bar.warp.sync -1;", "bar.sync 0;"])
+def test_lanes_that_have_returned_early_are_absent(barrier: str, negated: bool) -> None:
+    test, guard = ("lt", "!%p1") if negated else ("ge", "%p1")
+    body = f"""
+    setp.{test}.u32 %p1, %lane, 20; @{guard} bra END;
+    {barrier}
+    vote.sync.ballot.b32 %d0, 1, -1;
+    st.global.u32 [%out], %d0;
+    END: ret;
+    """
+    found = run(body)
+    np.testing.assert_array_equal(found[0], np.where(LANES < 20, (1 << 20) - 1, 0xEEEEEEEE))
+
+
 def test_lanes_that_a_block_does_not_have_are_absent() -> None:
     found = run("vote.sync.ballot.b32 %d0, 1, -1; activemask.b32 %d1;", results=2, threads=12)
     np.testing.assert_array_equal(found, (1 << 12) - 1)
@@ -285,6 +300,7 @@ def test_elect_chooses_one_lane_of_each_group() -> None:
         "vote.sync.ballot.b32 %d0, 1, 0xffff;",
         "vote.sync.ballot.b32 %d0, 1, %r1;",
         "bar.warp.sync 0xffffffff;",
+        "barrier.warp.sync %r1;",
         "redux.sync.add.u32 %d0, %lane, -1;",
         "movmatrix.sync.aligned.m8n8.trans.b16 %d0, %lane;",
     ],
@@ -298,19 +314,133 @@ def test_a_member_that_is_elsewhere_is_a_fault(instruction: str) -> None:
     SOME: {instruction}
     DONE:
     """
-    with pytest.raises(Fault, match=f"{instruction.split()[0]}.*elsewhere"):
+    with pytest.raises(Fault, match=rf"{instruction.split()[0]}.*elsewhere: lanes 8-(15|31) ") as told:
         run(body, results=2)
+    assert ("at PTX line 29 (st.global.b32)" in str(told.value)) == ("bar" not in instruction)
+    assert ("ended" in str(told.value)) == ("bar" in instruction)
 
 
-def test_a_lane_outside_of_its_own_mask_is_a_fault() -> None:
-    with pytest.raises(Fault, match=r"shfl.sync.bfly.b32.*elsewhere"):
-        run("shfl.sync.bfly.b32 %d0, %lane, 1, 31, 0xfffffffd;")
+@pytest.mark.parametrize("instruction", ["shfl.sync.bfly.b32 %d0, %lane, 1, 31, 0xfffffffd;", "bar.warp.sync ~2;"])
+def test_a_lane_outside_of_its_own_mask_is_a_fault(instruction: str) -> None:
+    with pytest.raises(Fault, match=r"\(1, 0, 0\): it is not in its own mask, which names lanes 0, 2-31$"):
+        run(instruction.replace("~2", "0xfffffffd"), results=0)
 
 
 def test_an_aligned_instruction_needs_lanes_that_have_ended_too() -> None:
     body = "setp.eq.u32 %p1, %lane, 31; @%p1 exit; movmatrix.sync.aligned.m8n8.trans.b16 %d0, %lane;"
     with pytest.raises(Fault, match=r"movmatrix.*elsewhere"):
         run(body)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "others"),
+    [
+        ("elect.sync %d0|%p2, -1;", "elect.sync %d0|%p2, -1;", "0-7 at PTX line 24 (elect.sync)"),
+        (
+            "vote.sync.ballot.b32 %d0, 1, -1;",
+            "bar.warp.sync -1;",
+            "8-31 at PTX line 26 (bar.warp.sync), where they wait for lanes 0-31",
+        ),
+        ("bar.warp.sync -1;", "vote.sync.ballot.b32 %d0, 1, -1;", "0-7 at PTX line 24 (bar.warp.sync)"),
+        (
+            "bar.warp.sync -1;",
+            "bar.warp.sync 0xffffff01;",
+            "8-31 at PTX line 26 (bar.warp.sync), where they wait for lanes 0, 8-31",
+        ),
+    ],
+)
+def test_a_fault_says_where_the_others_are(first: str, second: str, others: str) -> None:
+    body = f"""
+    mov.b32 %d0, 0; setp.lt.u32 %p1, %lane, 8; @%p1 bra SOME; bra OTHERS;
+    SOME:
+    {first}
+    bra DONE; OTHERS:
+    {second}
+    DONE:
+    """
+    with pytest.raises(Fault) as told:
+        run(body)
+    assert str(told.value).endswith(f": lanes that its mask names are elsewhere: lanes {others}")
+
+
+# Barriers of a warp: by mask, wherever the lanes wait
+
+EXCHANGED = "shl.b32 %r9, %lane, 2; mov.u32 %r8, tile; add.u32 %r9, %r9, %r8; xor.b32 %r7, %r9, 64;"
+
+
+@pytest.mark.parametrize("mask", ["-1", "0xffffffff", "%a0"])
+@pytest.mark.parametrize("before", ["", "ld.volatile.global.u32 %r5, [%out];"])
+def test_lanes_meet_at_two_barriers(mask: str, before: str) -> None:
+    """Halves of a warp exchange what they have stored before a barrier, each with its own copy of it."""
+    body = f"""
+    {EXCHANGED}
+    setp.lt.u32 %p1, %lane, 16; @%p1 bra LOW;
+    add.u32 %r1, %lane, 100; st.shared.u32 [%r9], %r1;
+    barrier.warp.sync {mask};
+    ld.shared.u32 %d0, [%r7]; add.u32 %d0, %d0, %r1; bra DONE;
+    LOW: {before} add.u32 %r1, %lane, 200; st.shared.u32 [%r9], %r1;
+    bar.warp.sync {mask};
+    ld.shared.u32 %d0, [%r7]; add.u32 %d0, %d0, %r1;
+    DONE: bar.warp.sync {mask}; shfl.sync.bfly.b32 %d1, %d0, 1, 31, -1;
+    """
+    found = run(body, words(0xFFFFFFFF), 2)
+    expected = LANES + (LANES ^ 16) + 300
+    np.testing.assert_array_equal(found, [expected, expected[LANES ^ 1]])
+
+
+def test_a_barrier_waits_for_lanes_that_go_round_more_often() -> None:
+    """Lanes wait at one barrier of two, in one round or another; those that wait for others wait apart."""
+    body = """
+    mov.b32 %r1, 0; mov.b32 %d0, 0;
+    and.b32 %r2, %lane, 3;
+    ROUND: setp.lt.u32 %p1, %r1, %r2; add.u32 %r1, %r1, 1; @%p1 bra ROUND;
+    atom.shared.add.u32 %r3, [tile], 1;
+    and.b32 %r4, %lane, 1; setp.eq.u32 %p2, %r4, 0; @%p2 bra EVEN;
+    bar.warp.sync 0xaaaaaaaa; ld.shared.u32 %d0, [tile+4]; bar.warp.sync -1; bra DONE;
+    EVEN: setp.eq.u32 %p3, %r2, 0; @%p3 bra FOURTH;
+    bar.warp.sync 0x44444444; bar.warp.sync -1; bra DONE;
+    FOURTH: bar.warp.sync 0x11111111; bar.warp.sync -1;
+    DONE: ld.shared.u32 %d0, [tile];
+    """
+    body = f"setp.eq.u32 %p4, %lane, 0; @%p4 st.shared.v2.u32 [tile], {{0, 0}}; bar.warp.sync -1; {body}"
+    np.testing.assert_array_equal(run(body)[0], 32)
+
+
+def test_a_group_that_waits_lets_others_poll_for_what_it_does_next() -> None:
+    """The low half waits at two barriers; the high half polls until lane 3 has stored, after its barrier."""
+    body = """
+    st.shared.u32 [tile], 0; bar.warp.sync -1;
+    setp.ge.u32 %p1, %lane, 16; @%p1 bra HIGH;
+    setp.ge.u32 %p2, %lane, 8; @%p2 bra MIDDLE;
+    bar.warp.sync 0xffff; setp.eq.u32 %p3, %lane, 3; @%p3 st.volatile.shared.u32 [tile], 7; bra DONE;
+    HIGH: ld.volatile.shared.u32 %r1, [tile]; setp.eq.u32 %p4, %r1, 0; @%p4 bra HIGH; bra DONE;
+    MIDDLE: ld.volatile.shared.u32 %r2, [tile]; bar.warp.sync 0xffff;
+    DONE: vote.sync.ballot.b32 %d0, 1, -1;
+    ld.shared.u32 %d1, [tile];
+    """
+    np.testing.assert_array_equal(run(body, results=2), [[0xFFFFFFFF] * 32, [7] * 32])
+
+
+def test_lanes_come_to_a_shuffle_from_a_barrier_that_waits_for_others() -> None:
+    body = """
+    setp.lt.u32 %p1, %lane, 8; @%p1 bra FIRST;
+    setp.lt.u32 %p2, %lane, 16; @%p2 bra SECOND;
+    bar.warp.sync 0xffffff00; bra MEET;
+    SECOND: bar.warp.sync 0xffffff00;
+    FIRST: MEET: shfl.sync.idx.b32 %d0, %lane, 17, 31, -1;
+    """
+    np.testing.assert_array_equal(run(body)[0], 17)
+
+
+def test_lanes_that_have_ended_are_not_waited_for_at_a_barrier() -> None:
+    body = """
+    setp.ge.u32 %p1, %lane, 20; @%p1 exit;
+    setp.ge.u32 %p2, %lane, 10; @%p2 bra OTHERS;
+    bar.warp.sync -1; mov.b32 %d0, 1; bra DONE;
+    OTHERS: bar.warp.sync -1; mov.b32 %d0, 2;
+    DONE:
+    """
+    np.testing.assert_array_equal(run(body)[0, :20], [1] * 10 + [2] * 10)
 
 
 def test_members_wait_for_a_lane_that_polls() -> None:

@@ -89,8 +89,8 @@ def launch_params(address: int, attributes: Mapping[int, bytes] = MappingProxyTy
 
 def _fill(params: Any, device: int) -> Fill:
     """A ``CUDA_MEMSET_NODE_PARAMS``."""
-    value = params.value & (1 << 8 * params.elementSize) - 1  # an element takes what it has room for
-    fill = Fill(device, int(params.dst), value, params.elementSize, params.width, params.height, int(params.pitch))
+    pitch = int(params.pitch)
+    fill = Fill(device, int(params.dst), params.value, params.elementSize, params.width, params.height, pitch)
     if not fill.width or not fill.height:
         raise RefusedError("INVALID_VALUE")
     fill.check()
@@ -131,12 +131,12 @@ def _device_of_graphs() -> int:
     return 0 if context is None else context.device
 
 
-def _alloc(params: Any) -> Allocate:
+def _alloc(params: Any, graph: Graph) -> Allocate:
     """A ``CUDA_MEM_ALLOC_NODE_PARAMS``, whose address is put into it."""
     pool = params.poolProps
     if int(pool.allocType) != 1 or int(pool.location.type) != 1 or not int(params.bytesize):
         raise RefusedError("INVALID_VALUE")
-    return Allocate(graph_memory_of(device_of(pool.location.id), int(params.bytesize)))
+    return Allocate(graph_memory_of(graph, device_of(pool.location.id), int(params.bytesize)))
 
 
 def _free_of(address: Any, graph: Graph) -> Free:
@@ -196,7 +196,7 @@ def cuGraphAddBatchMemOpNode(graph: Any, dependencies: Any, count: int, params: 
 def cuGraphAddMemAllocNode(graph: Any, dependencies: Any, count: int, params: Any) -> Any:
     into = graph_of(graph)
     edges = edges_of(into, dependencies, None, count)
-    operation = _alloc(params)
+    operation = _alloc(params, into)
     params.dptr = cu.CUdeviceptr(operation.memory.address)
     return cu.CUgraphNode(into.add(operation, edges).handle)
 
@@ -232,7 +232,7 @@ def cuGraphAddNode(graph: Any, dependencies: Any, data: Any, count: int, params:
     elif kind == "empty":
         node = into.add(Empty(_device_of_graphs()), edges)
     elif kind == "mem_alloc":
-        operation = _alloc(params.alloc)
+        operation = _alloc(params.alloc, into)
         node = into.add(operation, edges)
         params.alloc.dptr = cu.CUdeviceptr(operation.memory.address)
     elif kind == "mem_free":
@@ -483,7 +483,14 @@ def cuGraphKernelNodeGetAttribute(node: Any, attribute: Any) -> Any:
     raw = launch.attributes.get(int(attribute))
     if raw is not None:
         ctypes.memmove(int(value.getPtr()), raw, 64)
+    if int(attribute) == Attribute.DEVICE_UPDATABLE_KERNEL_NODE:
+        value.deviceUpdatableKernelNode.devNode = _device_node(node_of(node), updatable=launch.updatable)
     return value
+
+
+def _device_node(node: Node, *, updatable: bool) -> Any:
+    """What kernels call a node that they may change."""
+    return cu.CUgraphDeviceNode(node.handle if updatable else 0)
 
 
 @call()
@@ -498,10 +505,10 @@ def cuGraphKernelNodeSetAttribute(node: Any, attribute: Any, value: Any) -> None
     ):
         raise RefusedError("INVALID_VALUE")
     if identity == Attribute.DEVICE_UPDATABLE_KERNEL_NODE:
-        devnode = value.deviceUpdatableKernelNode
-        if launch.updatable and not devnode.deviceUpdatable:  # once for all
-            raise RefusedError("INVALID_VALUE")
-        devnode.devNode = cu.CUgraphDeviceNode(found.handle if devnode.deviceUpdatable else 0)
+        given = value.deviceUpdatableKernelNode
+        if launch.updatable and not given.deviceUpdatable:  # once for all
+            raise RefusedError("NOT_SUPPORTED")
+        given.devNode = _device_node(found, updatable=bool(given.deviceUpdatable))
     raw = ctypes.string_at(int(value.getPtr()), 64)
     if identity == Attribute.PRIORITY:
         raw = struct.pack("=i60x", max(GREATEST_PRIORITY, min(LEAST_PRIORITY, value.priority)))
@@ -514,7 +521,7 @@ def cuGraphKernelNodeSetAttribute(node: Any, attribute: Any, value: Any) -> None
 def cuGraphKernelNodeCopyAttributes(target: Any, source: Any) -> None:
     to, from_ = _operation_of(target, Launch), _operation_of(source, Launch)
     if to.updatable or from_.updatable:
-        raise RefusedError("INVALID_VALUE")
+        raise RefusedError("NOT_SUPPORTED")
     changed = to.having(from_.attributes)
     changed.check()
     node_of(target).operation = changed
@@ -662,9 +669,6 @@ def graph_exec_update(exec_: int, graph: int, info: int) -> None:
     except UpdateError as error:
         result = int(results[f"CU_GRAPH_EXEC_UPDATE_ERROR_{error.result}"])
         node, from_node = (0 if n is None else n.handle for n in (error.node, error.from_node))
-        raise
-    except RefusedError:
-        result = int(results["CU_GRAPH_EXEC_UPDATE_ERROR"])
         raise
     finally:
         ctypes.memmove(info, _UPDATE_INFO.pack(result, node, from_node), _UPDATE_INFO.size)

@@ -151,9 +151,7 @@ def cuLibraryLoadData(
     code: Any, jit: Any, jit_values: Any, jit_count: int, options: Any, values: Any, count: int
 ) -> Any:
     """It belongs to no context. Its options are for a compiler that is not needed here."""
-    context = thread_state.contexts[-1]
-    with _images_refused():
-        return cu.CUlibrary(Library(image_of(code), context.device if context is not None else 0).handle)
+    return cu.CUlibrary(Library(image_of(code)).handle)
 
 
 @call(locked=False)
@@ -169,12 +167,16 @@ def cuLibraryUnload(library: Any) -> None:
 
 @call(1)
 def cuLibraryGetModule(library: Any) -> Any:
-    return cu.CUmodule(_library(library).on(current().device).handle)
+    found, device = _library(library), current().device
+    with _images_refused():
+        return cu.CUmodule(found.on(device).handle)
 
 
 @call(1)
 def cuLibraryGetKernel(library: Any, name: bytes) -> Any:
-    return cu.CUkernel(_library(library).kernel(name.decode()).handle)
+    found, context = _library(library), thread_state.contexts[-1]
+    with _images_refused():
+        return cu.CUkernel(found.kernel(name.decode(), 0 if context is None else context.device).handle)
 
 
 @call(1)
@@ -225,7 +227,6 @@ def cuFuncGetAttribute(attribute: Any, function: Any) -> int:
 
 
 def _attribute(function: Function, attribute: Any) -> int:
-    width, height, depth = function.cluster or (0, 0, 0)
     values = {
         "MAX_THREADS_PER_BLOCK": function.max_threads,
         "SHARED_SIZE_BYTES": function.shared_bytes,
@@ -236,10 +237,7 @@ def _attribute(function: Function, attribute: Any) -> int:
         "BINARY_VERSION": 90,
         "CACHE_MODE_CA": 0,
         "MAX_DYNAMIC_SHARED_SIZE_BYTES": function.max_dynamic_shared,
-        "CLUSTER_SIZE_MUST_BE_SET": int(function.cluster is not None),
-        "REQUIRED_CLUSTER_WIDTH": width,
-        "REQUIRED_CLUSTER_HEIGHT": height,
-        "REQUIRED_CLUSTER_DEPTH": depth,
+        "CLUSTER_SIZE_MUST_BE_SET": int(function.needs_cluster),
     } | function.settings
     name = cu.CUfunction_attribute(attribute).name.removeprefix("CU_FUNC_ATTRIBUTE_")
     if name not in values:  # newer bindings know of more
@@ -252,9 +250,13 @@ def cuFuncSetAttribute(function: Any, attribute: Any, value: int) -> None:
     _set_attribute(kernel_of(function).function, attribute, value)
 
 
+_ANY_COUNT = range(1 << 31)
 _SETTINGS = {
+    "REQUIRED_CLUSTER_WIDTH": _ANY_COUNT,  # launches find what is wrong with it
+    "REQUIRED_CLUSTER_HEIGHT": _ANY_COUNT,
+    "REQUIRED_CLUSTER_DEPTH": _ANY_COUNT,
     "PREFERRED_SHARED_MEMORY_CARVEOUT": range(-1, 101),
-    "NON_PORTABLE_CLUSTER_SIZE_ALLOWED": range(2),
+    "NON_PORTABLE_CLUSTER_SIZE_ALLOWED": _ANY_COUNT,
     "CLUSTER_SCHEDULING_POLICY_PREFERENCE": range(3),
 }
 
@@ -265,6 +267,8 @@ def _set_attribute(function: Function, attribute: Any, value: int) -> None:
         if not 0 <= value <= SHARED_PER_BLOCK - function.shared_bytes:
             raise RefusedError("INVALID_VALUE")
         function.max_dynamic_shared = value
+    elif name.startswith("REQUIRED_CLUSTER") and function.needs_cluster:
+        raise RefusedError("NOT_PERMITTED")
     elif value in _SETTINGS.get(name, ()):
         function.settings[name] = value
     else:
@@ -336,7 +340,7 @@ def _queue_launch(launch: Launch, stream: Stream) -> None:
     if launch.kernel.module.device != stream.context.device:
         raise RefusedError("INVALID_HANDLE")
     launch.check()
-    if launch.updatable:
+    if launch.updatable and stream.capture is None:
         raise RefusedError("NOT_SUPPORTED")
     records = list(_moments(launch)) if launch.attributes else []
     work = stream.queue(launch)

@@ -293,10 +293,15 @@ def cuMemcpy2DAsync(params: Any, stream: Any) -> None:
 def _memcpy_pair(target: int, source: int) -> tuple[Any, Any]:
     """A 1-D copy between kinds of memory, at once and queued."""
 
+    def end(memory_type: int, given: Any) -> tuple[int, int]:
+        """Unified addresses say themselves what is there."""
+        address = int(given) if memory_type == _DEVICE else host_address(given)
+        if memory_type == _UNIFIED:
+            memory_type = _DEVICE if address in memory else _HOST
+        return memory_type, address
+
     def copy(to: Any, from_: Any, nbytes: int, device: int) -> Copy:
-        to = host_address(to) if target != _DEVICE else int(to)
-        from_ = host_address(from_) if source != _DEVICE else int(from_)
-        return _linear((target, to), (source, from_), nbytes, device)
+        return _linear(end(target, to), end(source, from_), nbytes, device)
 
     @call(locked=False)
     def at_once(to: Any, from_: Any, nbytes: int) -> None:
@@ -314,7 +319,7 @@ for _name, _to, _from in (
     ("cuMemcpyHtoD", _DEVICE, _HOST),
     ("cuMemcpyDtoH", _HOST, _DEVICE),
     ("cuMemcpyDtoD", _DEVICE, _DEVICE),
-    ("cuMemcpy", _HOST, _HOST),  # any memory: what is in the address space is known as such
+    ("cuMemcpy", _UNIFIED, _UNIFIED),
 ):
     globals()[_name], globals()[f"{_name}Async"] = _memcpy_pair(_to, _from)
 
@@ -334,6 +339,8 @@ def _memsets(element: int) -> tuple[Any, Any, Any, Any]:
     """Fills with elements of so many bytes: 1-D and 2-D, at once and queued."""
 
     def fill(to: Any, pitch: int, value: int, width: int, height: int, device: int) -> Fill:
+        if not 0 <= value < 1 << 8 * element:
+            raise RefusedError("INVALID_VALUE")
         return Fill(device, int(to), int(value), element, width, height, pitch)
 
     @call(locked=False)

@@ -8,9 +8,10 @@ import os
 from typing import Any
 
 from ...driver import multicast_refusal
+from ..graphs import Graph
 from ..handles import RefusedError, handles
 from ..machine import machine
-from ..memory import memory
+from ..memory import PAGE, memory
 from ..operations import Act, Allocate, Free, GraphMemory
 from ..order import tracker
 from ..storage import GRANULARITY, Multicast, Physical, Pool, Shareable, addresses, heap, import_file
@@ -133,7 +134,7 @@ def _allocate_async(nbytes: int, pool: Pool, stream: Stream) -> Any:
     if not nbytes:
         return cu.CUdeviceptr(0)
     if stream.capture is not None:
-        graph_memory = graph_memory_of(pool.device, nbytes)
+        graph_memory = graph_memory_of(stream.capture.graph, pool.device, nbytes)
         stream.queue(Allocate(graph_memory))
         return cu.CUdeviceptr(graph_memory.address)
     if nbytes > HOST_BYTES - state.used[pool.device]:
@@ -147,10 +148,12 @@ def _allocate_async(nbytes: int, pool: Pool, stream: Stream) -> Any:
     return cu.CUdeviceptr(allocation.address)
 
 
-def graph_memory_of(device: int, nbytes: int) -> GraphMemory:
+def graph_memory_of(graph: Graph, device: int, nbytes: int) -> GraphMemory:
+    """The first memory of a graph begins a page; the rest stands behind it, at less even addresses."""
     if nbytes > HOST_BYTES:
         raise RefusedError("OUT_OF_MEMORY")
-    made = GraphMemory(device, nbytes, state.graph_memory.pop)
+    first = all(node.kind != "mem_alloc" for node in graph.nodes)
+    made = GraphMemory(device, nbytes, PAGE if first else 512, state.graph_memory.pop)
     state.graph_memory[made.address] = made
     return made
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..ir import Builder, Value, constant, element, vector
+from ..ir import Builder, Value, constant, element, lanes_of, vector
 from ..memory import ALLOCATED, WRITTEN
 from ..ptx import SIZES, Instruction, Memory, Operand, Symbol
 from ..state import Access
@@ -285,10 +285,12 @@ def _float_atomic(e: Lower, operation: str, type_: str, pointer: Value, value: V
     b = e.b
     size = SIZES[type_]
     integer = f"i{8 * size}"
+    ftz = None
+    if type_ == "f32" and space_of(e.i) != "shared":
+        # The units at the L2 cache flush subnormal numbers, those of shared memory do not.
+        ftz = constant("i1", 1) if space_of(e.i) else _in_no_block(e, b.value("i64", f"ptrtoint {pointer} to i64"))
 
     def change(old: Value) -> Value:
-        # The units at the L2 cache flush subnormal f32 numbers, those of shared memory do not.
-        ftz = type_ == "f32" and space_of(e.i) != "shared"
         return combine(b, operation, type_, old, b.cast("bitcast", value, integer), ftz=ftz)
 
     old = _update(e, pointer, integer, size, change)
@@ -298,10 +300,11 @@ def _float_atomic(e: Lower, operation: str, type_: str, pointer: Value, value: V
 _INFINITY = {"f16": 0x7C00, "bf16": 0x7F80, "f32": 0x7F800000, "f64": 0x7FF << 52}
 
 
-def combine(b: Builder, operation: str, type_: str, x: Value, y: Value, *, ftz: bool = False) -> Value:
+def combine(b: Builder, operation: str, type_: str, x: Value, y: Value, *, ftz: Value | None = None) -> Value:
     """``x + y``, or the lesser or greater, of scalars given as the integers of their bits.
 
-    A NaN is the one that instructions give; of f64 that of an operand.
+    ``ftz`` (an i1) is whether subnormal f32 numbers are flushed. A NaN is the one that instructions give; of f64 that
+    of an operand.
     """
     if type_ in ("f16x2", "bf16x2"):
         halves = []
@@ -309,8 +312,8 @@ def combine(b: Builder, operation: str, type_: str, x: Value, y: Value, *, ftz: 
             parts = [b.cast("trunc", b.op("lshr", each, constant("i32", shift)), "i16") for each in (x, y)]
             halves.append(b.cast("zext", combine(b, operation, type_[:-2], *parts), "i32"))
         return b.op("or", halves[0], b.op("shl", halves[1], constant("i32", 16)))
-    if ftz:
-        x, y = _flushed(b, x), _flushed(b, y)
+    if ftz is not None:
+        x, y = _flushed(b, x, ftz), _flushed(b, y, ftz)
     numbers = [_number(b, type_, each) for each in (x, y)]
     if operation == "add":
         result = _bits(b, type_, b.op("fadd", *numbers))
@@ -318,8 +321,8 @@ def combine(b: Builder, operation: str, type_: str, x: Value, y: Value, *, ftz: 
         result = _bits(b, type_, b.intrinsic(f"{operation}num", *numbers))
         zeros = b.op("or" if operation == "min" else "and", x, y)  # -0 is less than +0
         result = b.select(b.compare("fcmp oeq", *numbers), zeros, result)
-    if ftz:
-        result = _flushed(b, result)
+    if ftz is not None:
+        result = _flushed(b, result, ftz)
     if type_ == "f64":
         return result
     magnitude = b.op("and", result, constant(x.type, (1 << (bits_of(x.type) - 1)) - 1))
@@ -349,11 +352,11 @@ def _bits(b: Builder, type_: str, number: Value) -> Value:
     return b.cast("trunc", b.op("lshr", b.select(nan, whole, rounded), constant("i32", 16)), "i16")
 
 
-def _flushed(b: Builder, bits: Value) -> Value:
-    """A subnormal f32 number as a zero of its sign."""
+def _flushed(b: Builder, bits: Value, ftz: Value) -> Value:
+    """A subnormal f32 number as a zero of its sign, if ``ftz`` says so."""
     exponent = b.op("and", bits, constant("i32", 0x7F800000))
     sign = b.op("and", bits, constant("i32", 1 << 31))
-    return b.select(b.compare("icmp eq", exponent, constant("i32", 0)), sign, bits)
+    return b.select(b.op("and", b.compare("icmp eq", exponent, constant("i32", 0)), ftz), sign, bits)
 
 
 # Addresses
@@ -393,13 +396,18 @@ def isspacep(e: Lower, i: Instruction) -> None:
     elif space in ("const", "param"):
         result = e.const("i1", 0)
     else:  # global: what is in no window
-        shared = b.op("sub", value, b.splat(e.shared_base, e.lanes))
-        window = _window_bytes(e)
-        result = b.compare("icmp uge", shared, b.splat(b.cast("zext", window, "i64"), e.lanes))
+        result = _in_no_block(e, value)
         if e.local_bytes:
             own = b.op("sub", value, e.local_base)
             result = b.op("and", result, b.compare("icmp uge", own, e.const("i64", e.local_bytes)))
     e.write(i.operands[0], result, "pred")
+
+
+def _in_no_block(e: Lower, address: Value) -> Value:
+    """Whether a generic address is outside of the cluster's shared memory."""
+    b, lanes = e.b, lanes_of(address.type)
+    inside = b.op("sub", address, b.splat(e.shared_base, lanes))
+    return b.compare("icmp uge", inside, b.splat(b.cast("zext", _window_bytes(e), "i64"), lanes))
 
 
 def _window_bytes(e: Lower) -> Value:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..flow import Block, Flow, ordering
+from ..flow import Block, Flow, holds, ordering
 from ..ir import BRANCH_WEIGHTS, Builder, Value, constant, element, lanes_of, vector
 from ..ptx import (
     SIZES,
@@ -29,7 +29,7 @@ from ..ptx import (
     Variable,
     Vector,
 )
-from ..state import EXITED, REGISTERS, BlockState, Code, GridState, WarpState
+from ..state import EXITED, HELD, REGISTERS, BlockState, Code, GridState, WarpState
 
 __all__ = ["LOWERINGS", "WARP", "Lower", "UnsupportedError", "kind_of", "lowers"]
 
@@ -72,6 +72,8 @@ class Lower:
         weak: whether stores are buffered, and the warp stops where others may notice something.
         raced: whether races are looked for.
         places: instructions that may fault or stop, by the number that the runtime gets.
+        stands: of each block, the place of its first instruction.
+        held: of each block, the place of the bar.warp.sync after which lanes go on with it, or -1.
     """
 
     def __init__(self, flow: Flow, variables: dict[str, Variable], symbol: str, *, mode: str) -> None:
@@ -161,6 +163,11 @@ class Lower:
         for number, block in enumerate(flow.blocks):
             self._block(number, block)
         self._start()
+        self.stands = [self.place(block.instructions[0]) for block in flow.blocks]
+        self.held = [-1] * len(flow.blocks)
+        for block in flow.blocks:
+            if block.last is not None and holds(block.last):
+                self.held[block.successors[0]] = self.place(block.last)
         b.label("fault")
         b.line(f"ret i32 {Code.FAULT}")
         body = b.function(f"i32 @{self.symbol}(ptr noalias %warp, ptr noalias %block, ptr noalias %grid)")
@@ -220,7 +227,26 @@ class Lower:
         cases = " ".join(f"i32 {number}, label %B{number}" for number in range(len(self.flow.blocks)))
         b.line(f"switch {chosen}, label %done [{cases}]")
         b.label("done")
+        if any(holds(i) for block in self.flow.blocks for i in block.instructions):
+            with b.when(b.compare("icmp ne", chosen, constant("i32", EXITED)), likely=False):
+                self._release(pc)
         b.line(f"ret i32 {Code.DONE}")
+
+    def _release(self, pc: Value) -> None:
+        """Let those lanes go on that are held and need not wait any more; if nobody can go on, it is a fault."""
+        b = self.b
+        after = b.call(
+            pc.type, self.helper("released", _released), pc, b.load(pc.type, self.warp_place("awaited"), align=64)
+        )
+        b.store(after, self.pc_slot, align=128)
+        lowest = b.call("i32", f"llvm.vector.reduce.umin.v{WARP}i32", after)
+        stuck = b.name("stuck")
+        b.branch(b.compare("icmp ult", lowest, constant("i32", HELD)), "dispatch", stuck)
+        b.label(stuck)
+        b.store(after, self.warp_place("pc"), align=64)
+        lanes = b.compare("icmp ne", after, constant(pc.type, EXITED))
+        lane = b.call("i32", "llvm.cttz.i32", b.bits(lanes), constant("i1", 0))
+        self._fault("warp divergence", constant("i32", 0), lane)
 
     def _start(self) -> None:
         """Where the warp goes on: with the registers that its block needs, or, if lanes stand apart, with all."""
@@ -254,27 +280,21 @@ class Lower:
 
     def _block(self, number: int, block: Block) -> None:
         b = self.b
-        self.number, self.current = number, block
         b.label(f"B{number}")
         self.env = {}
         self.carry = None
         self.mask = b.load(f"<{WARP} x i1>", self.mask_slot, align=4)
         self.mask_bits = b.bits(self.mask)
         self.gathered = 0
-        self.ended = False
+        self._instructions(number, block)
+        if number not in self.flow.resumed:  # those are for lanes that had to wait; others come straight from here
+            while not self.ended and len(block.successors) == 1 and block.successors[0] in self.flow.resumed:
+                number, block = block.successors[0], self.flow.blocks[block.successors[0]]
+                self._instructions(number, block)
+        if self.ended:
+            return
         last = block.last
-        for i in block.instructions:
-            if i is last and i.opcode in ("bra", "brx", "ret", "exit", "trap"):
-                break
-            for register in i.operands[:1] if i.operands else ():
-                if isinstance(register, Register) and register in self.flow.uniform:
-                    break
-            else:
-                self.i = i
-                self._lower(i)
-                if self.ended:
-                    return
-        self._write_back(block)
+        self._write_back(block.live_out)
         if self.weak and last is not None and ordering(last):
             self.suspend(Code.INTERRUPTED, last)
             return
@@ -290,6 +310,20 @@ class Lower:
         else:
             self.go(block.successors[0])
 
+    def _instructions(self, number: int, block: Block) -> None:
+        self.number, self.current, self.ended = number, block, False
+        for i in block.instructions:
+            if i is block.last and i.opcode in ("bra", "brx", "ret", "exit", "trap"):
+                break
+            for register in i.operands[:1] if i.operands else ():
+                if isinstance(register, Register) and register in self.flow.uniform:
+                    break
+            else:
+                self.i = i
+                self._lower(i)
+                if self.ended:
+                    return
+
     def _lower(self, i: Instruction) -> None:
         lowering = LOWERINGS.get(".".join((i.opcode, *i.modifiers[:1]))) or LOWERINGS.get(i.opcode)
         if lowering is None:
@@ -303,14 +337,15 @@ class Lower:
 
     # Control flow
 
-    def _write_back(self, block: Block) -> None:
-        """What other blocks read goes to its slot, for the lanes that ran."""
+    def _write_back(self, needed: frozenset[Register]) -> None:
+        """What other blocks read goes to its slot, for the lanes that ran: if those are all that live, as a whole."""
         b = self.b
         for register in sorted(self.env, key=lambda register: register.name):
-            if register in block.live_out and register in self.slots:
-                slot = self.slots[register]
-                old = b.load(vector(self.kind(register), WARP), slot, align=64)
-                b.store(b.select(self.mask, self.env[register], old), slot, align=64)
+            if register in needed and register in self.slots:
+                slot, value = self.slots[register], self.env[register]
+                if not self.gathered:
+                    value = b.select(self.mask, value, b.load(value.type, slot, align=64))
+                b.store(value, slot, align=64)
 
     def _set_pc(self, target: Value) -> None:
         b = self.b
@@ -325,6 +360,9 @@ class Lower:
         b = self.b
         if (self.number, target) in self.flow.back_edges:
             self._loop(target)
+        if self.gathered:
+            b.jump(f"B{target}")
+            return
         other = b.load("i32", self.other_slot, align=4)
         straight, detour = b.name("go"), b.name("detour")
         b.branch(b.compare("icmp ult", constant("i32", target), other), straight, detour, likely=True)
@@ -375,11 +413,14 @@ class Lower:
             self._set_pc(self.pcs(EXITED))
             b.jump("dispatch")
             return
-        condition = self.read(i.guard, "pred")
-        ends, stays = self.pcs(EXITED), self.pcs(block.successors[0])
-        if i.guard_negated:
-            ends, stays = stays, ends
-        self._set_pc(b.select(condition, ends, stays))
+        ends = self.guard(i)
+        nobody, some = b.name("nobody"), b.name("some")
+        bits = b.op("and", b.bits(ends), self.mask_bits)
+        b.branch(b.compare("icmp eq", bits, constant("i32", 0)), nobody, some)
+        b.label(nobody)
+        self.go(block.successors[0])
+        b.label(some)
+        self._set_pc(b.select(ends, self.pcs(EXITED), self.pcs(block.successors[0])))
         b.jump("dispatch")
 
     def _loop(self, head: int) -> None:
@@ -426,13 +467,14 @@ class Lower:
 
     def suspend(self, code: int, i: Instruction) -> None:
         """End the block here: the warp stops, and goes on with the next block."""
-        self._write_back(self.current)
+        self._write_back(self.current.live_out)
         self.stop_at(self.current.successors[0], code, i=i)
         self.ended = True
 
     def stay(self, condition: Value, i: Instruction) -> None:
         """Stop at the beginning of this block as long as ``condition`` (an i1) holds."""
         with self.b.when(condition):
+            self._write_back(self.current.live_in)
             self.stop_at(self.number, Code.POLLING, polled=self.number, i=i)
 
     def place(self, i: Instruction) -> int:
@@ -443,12 +485,34 @@ class Lower:
 
     def fault(self, kind: str, i: Instruction) -> None:
         """End with a fault of the first running lane."""
+        lane = self.b.call("i32", "llvm.cttz.i32", self.mask_bits, constant("i1", 0))
+        self._fault(kind, constant("i32", self.place(i)), lane)
+
+    def _fault(self, kind: str, place: Value, lane: Value) -> None:
         b = self.b
-        lane = b.call("i32", "llvm.cttz.i32", self.mask_bits, constant("i1", 0))
         b.store(constant("i32", FAULTS.index(kind)), self.grid_place("fault_kind"), align=4)
-        b.store(constant("i32", self.place(i)), self.grid_place("fault_place"), align=4)
+        b.store(place, self.grid_place("fault_place"), align=4)
         b.store(lane, self.grid_place("fault_lane"), align=4)
         b.jump("fault")
+
+    def hold(self, members: Value) -> None:
+        """End the block here, for lanes that go on when all ``members`` of each (<32 x i32>) wait for the same."""
+        self._write_back(self.current.live_out)
+        self._await(members)
+        self._set_pc(self.pcs(HELD + self.current.successors[0]))
+        self.b.jump("dispatch")
+
+    def missed(self, kind: str, members: Value, i: Instruction) -> None:
+        """A fault, since some ``members`` of a lane will not come; where everybody is then can be seen in the state."""
+        b = self.b
+        self._await(members)
+        self._set_pc(self.pcs(self.number))
+        b.store(b.load(members.type, self.pc_slot, align=128), self.warp_place("pc"), align=64)
+        self.fault(kind, i)
+
+    def _await(self, members: Value) -> None:
+        b, place = self.b, self.warp_place("awaited")
+        b.store(b.select(self.mask, members, b.load(members.type, place, align=64)), place, align=64)
 
     # Fields of the state
 
@@ -592,11 +656,12 @@ class Lower:
             value = b.select(self.guard(), value, self.read(operand, operand.type))
         self.env[operand] = value
 
-    def guard(self) -> Value:
-        """The lanes in which the current instruction's guard holds."""
-        assert self.i.guard is not None
-        condition = self.read(self.i.guard, "pred")
-        return self.b.op("xor", condition, constant(condition.type, 1)) if self.i.guard_negated else condition
+    def guard(self, i: Instruction | None = None) -> Value:
+        """The lanes in which the guard of an instruction, by default the current one, holds."""
+        i = i or self.i
+        assert i.guard is not None
+        condition = self.read(i.guard, "pred")
+        return self.b.op("xor", condition, constant(condition.type, 1)) if i.guard_negated else condition
 
     # Special registers
 
@@ -695,6 +760,25 @@ FAULTS = (
     "race",
     "no order",
 )
+
+
+def _released(b: Builder) -> str:
+    """The pcs of lanes, where those are not held any more whose members are all held with the same members."""
+    pc, awaited = (Value(name, f"<{WARP} x i32>") for name in ("%pc", "%awaited"))
+    live = b.bits(b.compare("icmp ne", pc, constant(pc.type, EXITED)))
+    marked = b.bits(b.compare("icmp uge", pc, constant(pc.type, HELD)))
+    held = b.op("and", live, marked)
+    ready = b.alloca("i32", 4)
+    b.store(constant("i32", 0), ready, align=4)
+    with b.each_bit(held) as lane:
+        members = b.extract(awaited, lane)
+        same = b.op("and", held, b.bits(b.compare("icmp eq", awaited, b.splat(members, WARP))))
+        complete = b.compare("icmp eq", b.op("and", members, same), members)
+        bit = b.op("shl", b.cast("zext", complete, "i32"), lane)
+        b.store(b.op("or", b.load("i32", ready, align=4), bit), ready, align=4)
+    goes_on = b.lanes(b.load("i32", ready, align=4))
+    b.line(f"ret {b.select(goes_on, b.op('sub', pc, constant(pc.type, HELD)), pc)}")
+    return b.function(f"internal {pc.type} @released({pc}, {awaited})", attributes="noinline cold ")
 
 
 def _aligned(offset: int, align: int) -> int:

@@ -41,7 +41,7 @@ def barrier(e: Lower, i: Instruction) -> None:
         votes = b.call("i32", "llvm.ctpop.i32", b.bits(value))
     threads = b.call("i32", "llvm.ctpop.i32", e.mask_bits)
     if not arrive:  # before anything of the warp is released by others
-        e._write_back(e.current)
+        e._write_back(e.current.live_out)
     result = b.call(
         "i32", "drvkit_barrier", e.grid, e.block, e.warp, number, expected, threads, votes,
         constant("i1", 0 if arrive else 1), constant("i32", e.place(i)),
@@ -211,10 +211,10 @@ def cp(e: Lower, i: Instruction) -> None:
         return
     if modifiers[1] in ("wait_group", "wait_all"):
         keep = first_lane(e, i.operands[0]) if modifiers[1] == "wait_group" else constant("i32", -1)
-        e.fail_if(b.call("i32", "drvkit_copy_finish", e.grid, e.warp, keep))
+        _copies(e, "finish", e.grid, e.warp, keep)
         return
     if modifiers[1] == "mbarrier":
-        e.fail_if(b.call("i32", "drvkit_copy_finish", e.grid, e.warp, constant("i32", -1)))
+        _copies(e, "finish", e.grid, e.warp, constant("i32", -1))
         at = e.address(i.operands[0], space_of(i))
         _mbarrier_update(e, at, constant("i32", 1), None, increments="noinc" not in modifiers)
         return
@@ -236,8 +236,13 @@ def cp(e: Lower, i: Instruction) -> None:
         b.store(value, buffer, align=64)
     e.uses_copies = True
     how = (e.mask_bits, constant("i32", nbytes), constant("i32", e.place(i)))
-    e.fail_if(b.call("i32", "drvkit_copy_begin", e.grid, e.warp, *buffers, *how))
+    _copies(e, "begin", e.grid, e.warp, *buffers, *how)
     watch(e, buffers[0], nbytes, Access.WRITES)
+
+
+def _copies(e: Lower, verb: str, *arguments: Value) -> None:
+    """``begin`` one of the warp's queue, or ``finish`` some."""
+    e.fail_if(e.b.call("i32", f"drvkit_copy_{verb}{'' if e.checks else '_unchecked'}", *arguments))
 
 
 def _bulk(e: Lower, i: Instruction) -> None:

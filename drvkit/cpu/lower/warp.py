@@ -9,9 +9,10 @@ Instructions".
 
 from __future__ import annotations
 
+from ..flow import holds
 from ..ir import Builder, Value, constant, lanes_of
 from ..ptx import Immediate, Instruction, Operand, Register
-from ..state import EXITED
+from ..state import EXITED, HELD
 from .core import WARP, Lower, lowers, pair
 
 __all__ = ["meet", "meet_aligned", "warp_barrier"]
@@ -29,8 +30,8 @@ _HERE, _WAITS, _DIVERGED = 0, 1, 2
 def meet(e: Lower, i: Instruction, mask: Operand) -> Value:
     """See that the members of ``mask`` are here; gives the mask, as a scalar where it is a constant.
 
-    A member may be on its way, since it polls: then the warp comes back. One from where no way leads here has passed
-    by: a fault, and so is a lane that is no member of its own mask.
+    A member may be on its way, since it polls or is held: then the warp comes back. One from where no way leads here
+    has passed by: a fault, and so is a lane that is no member of its own mask.
     """
     b = e.b
     members = _members(e, mask)
@@ -74,33 +75,44 @@ def _settle(
     e: Lower, i: Instruction, suspect: Value, members: Value, ended: int, kind: str = "warp divergence"
 ) -> None:
     b = e.b
-    last = constant("i32", e.flow.last_that_leads_to(e.number))
+    anywhere = holds(i)
+    last = HELD - 1 if anywhere else e.flow.last_that_leads_to(e.number)
     with b.when(suspect, likely=False):
-        pc = b.load(_LANES, e.pc_slot, align=128)
+        pc, spread = b.load(_LANES, e.pc_slot, align=128), _spread(b, members)
+        awaited = constant(_LANES, 0) if anywhere else b.load(_LANES, e.warp_place("awaited"), align=64)
         state = b.call(
             "i32", e.helper("members_state", _members_state),
-            pc, _spread(b, members), e.mask_bits, last, constant("i32", ended),
+            pc, awaited, spread, e.mask_bits, constant("i32", last), constant("i32", ended),
         )  # fmt: skip
-        if e.current.instructions[0] is i:
-            e.stay(b.compare("icmp eq", state, constant("i32", _WAITS)), i)
+        waits = b.compare("icmp eq", state, constant("i32", _WAITS))
+        if anywhere:
+            with b.when(waits):
+                e.hold(b.op("and", spread, b.splat(b.bits(b.compare("icmp ne", pc, constant(_LANES, ended))), WARP)))
+        elif e.current.instructions[0] is i:
+            e.stay(waits, i)
         with b.when(b.compare("icmp ne", state, constant("i32", _HERE)), likely=False):
-            e.fault(kind, i)
+            e.missed(kind, spread, i)
 
 
 def _members_state(b: Builder) -> str:
-    pc, members = Value("%pc", _LANES), Value("%members", _LANES)
+    """Of running lanes, whose members may come from blocks up to ``last``, unless they are held for the running."""
+    pc, awaited, members = (Value(name, _LANES) for name in ("%pc", "%awaited", "%members"))
     running, last, ended = Value("%running", "i32"), Value("%last", "i32"), Value("%ended", "i32")
     asked = b.select(b.lanes(running), members, constant(_LANES, 0))
     named = b.call("i32", f"llvm.vector.reduce.or.v{WARP}i32", asked)
     live = b.bits(b.compare("icmp ne", pc, b.splat(ended, WARP)))
     missing = b.op("and", b.op("and", named, live), b.op("xor", running, _ALL))
-    coming = b.op("and", missing, b.bits(b.compare("icmp sle", pc, b.splat(last, WARP))))
+    held = b.bits(b.compare("icmp uge", pc, constant(_LANES, HELD)))
+    for_us = b.bits(b.compare("icmp ne", b.op("and", awaited, b.splat(running, WARP)), constant(_LANES, 0)))
+    ahead = b.op("and", pc, constant(_LANES, HELD - 1))
+    able = b.bits(b.compare("icmp sle", ahead, b.splat(last, WARP)))
+    coming = b.op("and", b.op("and", missing, able), b.op("xor", b.op("and", held, for_us), _ALL))
     outside = b.bits(b.compare("icmp eq", b.op("and", members, _OWN), constant(_LANES, 0)))
     wrong = b.compare("icmp ne", b.op("and", outside, running), constant("i32", 0))
     late = b.select(_is_zero(b, coming), constant("i32", _DIVERGED), constant("i32", _WAITS))
     state = b.select(_is_zero(b, missing), constant("i32", _HERE), late)
     b.line(f"ret {b.select(wrong, constant('i32', _DIVERGED), state)}")
-    parameters = f"{pc}, {members}, {running}, {last}, {ended}"
+    parameters = f"{pc}, {awaited}, {members}, {running}, {last}, {ended}"
     return b.function(f"internal i32 @members_state({parameters})", attributes="noinline cold ")
 
 
@@ -129,7 +141,11 @@ def _mode(e: Lower, i: Instruction, *modes: str) -> str:
 
 
 def warp_barrier(e: Lower, i: Instruction) -> None:
-    """``bar.warp.sync``: lanes run together, so that what one has written the others see."""
+    """``bar.warp.sync``: lanes that wait with one mask meet, whichever copy of it each has come to.
+
+    They are held until the last member has come. One that lived when a lane began to wait, and ends elsewhere, is
+    missed for good. Lanes that run together see what each has written.
+    """
     meet(e, i, i.operands[0])
 
 

@@ -1,4 +1,4 @@
-"""What a driver says to right and wrong calls: 82 cases, and what an H200 answered to each.
+"""What a driver says to right and wrong calls: 108 cases, and what an H200 answered to each.
 
 Each chapter has its cases, one function each; `world` has what they share. `record` runs each in a process of its own,
 and ``h200.json`` holds the answers of an H200 under a driver for CUDA 13.0.

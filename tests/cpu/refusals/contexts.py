@@ -7,6 +7,9 @@ from typing import Any
 
 from .world import PTX, World, case, driver, fill, must, status
 
+HEAD = b".version 8.0\n.target sm_90\n.address_size 64\n"
+OLDER = HEAD.replace(b"sm_90", b"sm_80") + b".visible .entry k() { ret; }\0"
+
 
 @case
 def modules(world: World) -> Any:
@@ -126,4 +129,54 @@ def zero_handles(world: World) -> Any:
         status(driver.cuMemPoolDestroy(driver.CUmemoryPool(0))),
         status(driver.cuGraphExecDestroy(driver.CUgraphExec(0))),
         status(driver.cuGraphDestroy(driver.CUgraph(0))),
+    ]
+
+
+@case
+def images(world: World) -> Any:
+    """What passes for PTX."""
+    return [
+        status(driver.cuModuleLoadData(text + b"\0"))
+        for text in (
+            b"",
+            b"/* a */ // b\n" + HEAD,
+            b"// .version 8.0\n.target sm_90",
+            HEAD + b"of another syntax",
+            HEAD.replace(b"8.0", b"9.0"),
+            HEAD.replace(b"8.0", b"10.0") + b"of another syntax",
+        )
+    ]
+
+
+@case
+def versions(world: World) -> Any:
+    """Of a kernel for an older architecture."""
+    function = must(driver.cuModuleGetFunction(must(driver.cuModuleLoadData(OLDER)), b"k"))
+    attributes = driver.CUfunction_attribute
+    return [
+        driver.cuFuncGetAttribute(attribute, function)[1]
+        for attribute in (attributes.CU_FUNC_ATTRIBUTE_PTX_VERSION, attributes.CU_FUNC_ATTRIBUTE_BINARY_VERSION)
+    ]
+
+
+@case
+def libraries(world: World) -> Any:
+    most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    library = must(driver.cuLibraryLoadData(OLDER, None, None, 0, None, None, 0))
+    kernel = must(driver.cuLibraryGetKernel(library, b"k"))
+    answers = [
+        status(driver.cuModuleUnload(must(driver.cuLibraryGetModule(library)))),
+        status(driver.cuLibraryGetKernel(library, b"nope")),
+        status(driver.cuLaunchKernel(driver.CUfunction(int(kernel)), 1, 1, 1, 1, 1, 1, 0, world.stream, 0, 0)),
+        status(driver.cuKernelSetAttribute(most, 100000, kernel, 0)),
+        driver.cuKernelGetAttribute(most, kernel, 0)[1],
+        driver.cuFuncGetAttribute(most, must(driver.cuKernelGetFunction(kernel)))[1],
+    ]
+    must(driver.cuCtxSetCurrent(driver.CUcontext(0)))
+    answers += [status(driver.cuLibraryGetModule(library)), status(driver.cuKernelGetFunction(kernel))]
+    must(driver.cuCtxSetCurrent(world.context))
+    return [
+        *answers,
+        status(driver.cuLibraryLoadData(b"nonsense\0", None, None, 0, None, None, 0)),
+        status(driver.cuLibraryUnload(library)),
     ]

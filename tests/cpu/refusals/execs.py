@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .world import (
@@ -322,3 +323,113 @@ def flags(world: World) -> Any:
     )
     answers.append(status(driver.cuGraphCreate(1)))
     return answers
+
+
+@case
+def pairing(world: World) -> Any:
+    """Which node of a graph is paired with which of an exec, and which is named when that does not go."""
+
+    def build(kinds: str, edges: list[tuple[int, int]]) -> tuple[Any, dict[int, Any]]:
+        graph = must(driver.cuGraphCreate(0))
+        nodes = [add_kernel(world, graph) if kind == "k" else add_memset(world, graph) for kind in kinds]
+        for source, target in edges:
+            must(driver.cuGraphAddDependencies(graph, [nodes[source]], [nodes[target]], None, 1))
+        return graph, {int(node): place for place, node in enumerate(nodes)}
+
+    chain, fork = [(0, 1), (1, 2)], [(0, 2), (0, 3), (1, 4)]
+    answers = []
+    for old, new in (
+        (("kmk", [(0, 2), (1, 2)]), ("kmk", [(1, 2), (0, 2)])),
+        (("kkm", [(0, 2), (1, 2)]), ("kkm", [(1, 2), (0, 2)])),
+        (("km", []), ("mk", [])),
+        (("kk", []), ("kk", [(0, 1)])),
+        (("kkk", [(0, 2)]), ("kkk", [(2, 0)])),
+        (("kkkkk", fork), ("kkkkk", [(0, 2), (1, 3), (1, 4)])),
+        (("kkkkk", fork), ("kkkkk", [(0, 3), (1, 4)])),
+        (("kkk", chain), ("kkk", [])),
+        (("kkk", chain), ("kmm", [(0, 1), (0, 2)])),
+        (("kkk", chain), ("mkm", chain)),
+        (("kkk", chain), ("kmk", [(1, 0), (0, 2)])),
+        (("kkk", [(0, 2), (1, 2)]), ("mkm", chain)),
+        (("kkk", chain), ("kkk", [(0, 1), (1, 0), (1, 2)])),
+    ):
+        exec_ = instantiate(world, build(*old)[0], destroy=False)
+        answers.append(update_exec(exec_, *build(*new)))
+    return answers
+
+
+@case
+def alloc_update(world: World) -> Any:
+    """Whose memory an exec has after an update, and whether sizes may differ."""
+
+    def build(nbytes: int) -> tuple[Any, Any]:
+        graph, params = must(driver.cuGraphCreate(0)), alloc_params(nbytes)
+        must(driver.cuGraphAddMemAllocNode(graph, None, 0, params))
+        return graph, params.dptr
+
+    (graph, old), (other_graph, new), (large, _) = build(1024), build(1024), build(1 << 20)
+    exec_ = instantiate(world, graph, destroy=False)
+    return [
+        int(old) % (1 << 21),
+        int(new) % (1 << 21),
+        update_exec(exec_, other_graph),
+        status(driver.cuGraphLaunch(exec_, world.stream)),
+        status(driver.cuStreamSynchronize(world.stream)),
+        status(driver.cuMemsetD8(new, 1, 16)),
+        status(driver.cuMemsetD8(old, 1, 16)),
+        status(driver.cuMemFree(new)),
+        status(driver.cuMemFree(old)),
+        update_exec(exec_, large),
+    ]
+
+
+@case
+def device_launched(world: World) -> Any:
+    """What graphs that kernels launch may hold."""
+    answers = []
+
+    def attempt(name: str, *adds: Callable[[Any], Any]) -> None:
+        graph = must(driver.cuGraphCreate(0))
+        for add in adds:
+            add(graph)
+        answers.append([name, instantiate(world, graph, 4)])
+
+    def copy(**to: Any) -> Callable[[Any], Any]:
+        params = copy_params(world, **to)
+        return lambda graph: must(driver.cuGraphAddMemcpyNode(graph, None, 0, params, world.context))
+
+    def empty(graph: Any) -> None:
+        must(driver.cuGraphAddEmptyNode(graph, None, 0))
+
+    def child(graph: Any) -> None:
+        inner = must(driver.cuGraphCreate(0))
+        add_memset(world, inner)
+        must(driver.cuGraphAddChildGraphNode(graph, None, 0, inner))
+
+    attempt("pageable", copy(dst=world.host.ctypes.data, to_host=True))
+    attempt("empty", empty)
+    attempt("empty and memset", empty, lambda graph: add_memset(world, graph))
+    attempt("child", child)
+    attempt("pinned", copy(dst=world.pinned))
+    return answers
+
+
+@case
+def exec_memory_types(world: World) -> Any:
+    """Copies of an exec that go elsewhere: to memory of the host, pinned and not, and back."""
+
+    def add(**to: Any) -> Any:
+        return must(driver.cuGraphAddMemcpyNode(world.graph, None, 0, copy_params(world, **to), world.context))
+
+    within, out = add(), add(dst=world.pinned, to_host=True)
+    exec_ = instantiate(world, world.graph, destroy=False)
+
+    def put(node: Any, **to: Any) -> str:
+        return status(driver.cuGraphExecMemcpyNodeSetParams(exec_, node, copy_params(world, **to), world.context))
+
+    return [
+        put(within, dst=world.pinned, to_host=True),
+        put(out, dst=world.host.ctypes.data, to_host=True),
+        put(out),
+        put(out, dst=world.pinned),
+    ]

@@ -14,16 +14,21 @@ from .world import (
     begin_capture,
     case,
     cluster,
+    connect,
     copy_params,
     driver,
     edge,
+    end_capture,
     host_params,
     instantiate,
     kernel_params,
+    launch,
     memset_params,
     move_child,
     must,
+    ports,
     status,
+    update_exec,
 )
 
 
@@ -545,3 +550,159 @@ def params_back(world: World) -> Any:
             str(captured_copy.srcMemoryType),
         ],
     ]
+
+
+@case
+def edge_data(world: World) -> Any:
+    """Whether an edge is removed by its ends alone, and what an edge between the same ends does to it."""
+    answers: list[Any] = []
+    for first, second in ((None, edge(1, 0, 1)), (edge(1, 0, 1), None), (None, None)):
+        for again in (True, False):
+            graph = must(driver.cuGraphCreate(0))
+            a, b = add_kernel(world, graph), add_kernel(world, graph)
+            found: list[Any] = [connect(graph, a, b, first)]
+            if again:
+                found += [connect(graph, a, b, second), ports(graph)]
+            found.append(status(driver.cuGraphRemoveDependencies(graph, [a], [b], [edge(2, 0, 0)], 1)))
+            answers.append([*found, ports(graph)])
+    return answers
+
+
+@case
+def edge_kinds(world: World) -> Any:
+    """An edge between kernels, and one from a kernel to a fill."""
+    answers = []
+    for data in ((2, 0, 1), (1, 0, 0), (3, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 1), (2, 0, 0)):
+        graph = must(driver.cuGraphCreate(0))
+        a, b, memset = add_kernel(world, graph), add_kernel(world, graph), add_memset(world, graph)
+        added = [connect(graph, a, to, edge(*data)) for to in (b, memset)]
+        answers.append([data, *added, ports(graph), instantiate(world, graph)])
+    return answers
+
+
+@case
+def wide_value(world: World) -> Any:
+    """A fill with a value wider than its elements."""
+    node = add_memset(world, world.graph, element=1, value=300, width=4)
+    answers = [must(driver.cuGraphMemsetNodeGetParams(node)).value]
+    exec_ = instantiate(world, world.graph, destroy=False)
+    answers += [status(driver.cuGraphLaunch(exec_, world.stream)), status(driver.cuStreamSynchronize(world.stream))]
+    must(driver.cuMemcpyDtoH(world.host, world.memory, 4))
+    return [*answers, world.host[:4].tolist()]
+
+
+@case
+def child_graph(world: World) -> Any:
+    """What can be done with the graph of a child node."""
+    child = must(driver.cuGraphCreate(0))
+    add_memset(world, child)
+    node = must(driver.cuGraphAddChildGraphNode(world.graph, None, 0, child))
+    inside = must(driver.cuGraphChildGraphNodeGetGraph(node))
+    return [
+        instantiate(world, inside),
+        status(driver.cuGraphClone(inside)),
+        status(driver.cuGraphAddChildGraphNode(must(driver.cuGraphCreate(0)), None, 0, inside)),
+        status(move_child(world, must(driver.cuGraphCreate(0)), inside)),
+    ]
+
+
+@case
+def moved_clone(world: World) -> Any:
+    child = must(driver.cuGraphCreate(0))
+    add_memset(world, child)
+    return [status(move_child(world, world.graph, child)), status(driver.cuGraphClone(child))]
+
+
+@case
+def moved_instantiated(world: World) -> Any:
+    child = must(driver.cuGraphCreate(0))
+    add_memset(world, child)
+    return [status(move_child(world, world.graph, child)), instantiate(world, child)]
+
+
+@case
+def moved_with_exec(world: World) -> Any:
+    child = must(driver.cuGraphCreate(0))
+    add_memset(world, child)
+    instantiate(world, child, destroy=False)
+    return status(move_child(world, world.graph, child))
+
+
+@case
+def removed_condition(world: World) -> Any:
+    """The handle of a conditional node that was removed."""
+    handle = must(driver.cuGraphConditionalHandleCreate(world.graph, world.context, 1, 1))
+    node, _ = add_conditional(world, world.graph, handle=handle)
+    removed = status(driver.cuGraphDestroyNode(node))
+    add_conditional(world, world.graph, handle=handle)
+    return [removed, instantiate(world, world.graph)]
+
+
+@case
+def body_condition(world: World) -> Any:
+    """A handle made for a body, tested in the graph around it."""
+    _, (body,) = add_conditional(world, world.graph)
+    add_conditional(world, world.graph, handle=must(driver.cuGraphConditionalHandleCreate(body, world.context, 1, 1)))
+    return instantiate(world, world.graph)
+
+
+@case
+def alloc_attributes(world: World) -> Any:
+    """What is known of the memory of a graph before, during and after."""
+    what = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+    freed, left = alloc_params(100), alloc_params(100)
+    node = must(driver.cuGraphAddMemAllocNode(world.graph, None, 0, freed))
+    must(driver.cuGraphAddMemAllocNode(world.graph, [node], 1, left))
+    must(driver.cuGraphAddMemFreeNode(world.graph, [node], 1, freed.dptr))
+    answers: list[Any] = [int(left.dptr) - int(freed.dptr), status(driver.cuPointerGetAttribute(what, freed.dptr))]
+    exec_ = instantiate(world, world.graph, destroy=False)
+    answers.append(status(driver.cuPointerGetAttribute(what, freed.dptr)))
+    answers.append(status(driver.cuGraphLaunch(exec_, world.stream)))
+    must(driver.cuStreamSynchronize(world.stream))
+    return [
+        *answers,
+        status(driver.cuPointerGetAttribute(what, freed.dptr)),
+        status(driver.cuPointerGetAttribute(what, left.dptr)),
+        status(driver.cuMemFree(left.dptr)),
+        status(driver.cuPointerGetAttribute(what, left.dptr)),
+    ]
+
+
+@case
+def updatable(world: World) -> Any:
+    """Kernel nodes that kernels may change."""
+    kernel, other = add_kernel(world, world.graph), add_kernel(world, world.graph)
+
+    def put(value: int) -> str:
+        attribute = driver.CUkernelNodeAttrValue()
+        attribute.deviceUpdatableKernelNode.deviceUpdatable = value
+        return status(driver.cuGraphKernelNodeSetAttribute(kernel, driver.CUlaunchAttributeID(13), attribute))
+
+    answers: list[Any] = [
+        put(0),
+        put(1),
+        put(1),
+        put(0),
+        status(driver.cuGraphKernelNodeCopyAttributes(other, kernel)),
+        status(driver.cuGraphKernelNodeCopyAttributes(kernel, other)),
+    ]
+    exec_ = instantiate(world, world.graph, destroy=False)
+    plain = must(driver.cuGraphCreate(0))
+    for _ in range(2):
+        add_kernel(world, plain)
+    answers += [
+        instantiate(world, world.graph),
+        update_exec(exec_, world.graph),
+        update_exec(instantiate(world, plain, destroy=False), world.graph),
+        update_exec(exec_, plain),
+        status(driver.cuGraphExecKernelNodeSetParams(exec_, kernel, kernel_params(world))),
+        status(driver.cuGraphDestroyNode(other)),
+        status(driver.cuGraphAddChildGraphNode(must(driver.cuGraphCreate(0)), None, 0, world.graph)),
+    ]
+    begin_capture(world.stream)
+
+    def make_updatable(value: Any) -> None:
+        value.deviceUpdatableKernelNode.deviceUpdatable = 1
+
+    answers.append(launch(world, attrs=[("DEVICE_UPDATABLE_KERNEL_NODE", make_updatable)]))
+    return [*answers, end_capture(world.stream)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .world import World, case, cluster, driver, launch, must, status
+from .world import World, begin_capture, case, cluster, driver, end_capture, launch, must, status
 
 
 @case
@@ -159,3 +159,46 @@ def occupancy(world: World) -> Any:
         status(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(world.empty, 0, 0)),
         driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(world.bounded, 129, 0)[1],
     ]
+
+
+@case
+def preferred_clusters(world: World) -> Any:
+    def preferred(x: int, y: int = 1, z: int = 1) -> tuple[str, Callable[[Any], None]]:
+        def put(value: Any) -> None:
+            value.preferredClusterDim.x, value.preferredClusterDim.y, value.preferredClusterDim.z = (x, y, z)
+
+        return ("PREFERRED_CLUSTER_DIMENSION", put)
+
+    answers: list[Any] = [
+        launch(world, grid=(16, 1, 2), attrs=[cluster(x), preferred(*extents)])
+        for x, extents in ((2, (3,)), (2, (16,)), (1, (8, 1, 2)), (1, (4, 1, 2)), (2, (0, 0, 0)), (2, (0, 1, 1)))
+    ]
+    answers.append(launch(world, grid=(16, 1, 1), attrs=[preferred(2)]))
+    begin_capture(world.stream)
+    answers.append(launch(world, grid=(16, 1, 1), attrs=[cluster(1), preferred(2)]))
+    return [*answers, end_capture(world.stream)]
+
+
+@case
+def func_settings(world: World) -> Any:
+    return [
+        status(
+            driver.cuFuncSetAttribute(
+                world.empty, getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}"), value
+            )
+        )
+        for name, value in (
+            ("PREFERRED_SHARED_MEMORY_CARVEOUT", -1),
+            ("PREFERRED_SHARED_MEMORY_CARVEOUT", 101),
+            ("PREFERRED_SHARED_MEMORY_CARVEOUT", -2),
+            ("NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 2),
+            ("CLUSTER_SCHEDULING_POLICY_PREFERENCE", 3),
+            ("REQUIRED_CLUSTER_WIDTH", 2),
+        )
+    ]
+
+
+@case
+def occupancy_too_wide(world: World) -> Any:
+    result = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(world.empty, 1025, 0)
+    return [status(result), result[1]]

@@ -248,3 +248,83 @@ def ipc(world: World) -> Any:
     pooled = must(driver.cuMemAllocAsync(100, world.stream))
     answers.append(status(driver.cuIpcGetMemHandle(pooled)))
     return answers
+
+
+@case
+def copies_without_pitch(world: World) -> Any:
+    """Rows of which no pitch is said, from a place in the first one."""
+    numbers = np.arange(256, dtype=np.uint8)
+    must(driver.cuMemcpyHtoD(world.memory, numbers, numbers.nbytes))
+    answers = []
+    for x in (0, 4):
+        rows = np.zeros((4, 8), np.uint8)
+        params = copy_params(world, dst=rows.ctypes.data, to_host=True, size=8, height=4)
+        params.srcXInBytes, params.dstPitch = x, 8
+        answers.append([status(driver.cuMemcpy3D(params)), rows[:, 0].tolist()])
+    return answers
+
+
+@case
+def no_bytes(world: World) -> Any:
+    return [
+        driver.cuMemHostAlloc(0, 0)[1],
+        driver.cuMemAllocHost(0)[1],
+        status(driver.cuMemFreeHost(0)),
+        int(driver.cuMemAllocAsync(0, world.stream)[1]),
+    ]
+
+
+@case
+def pool_trim(world: World) -> Any:
+    """What a pool has in use and keeps, in MiB."""
+    mebi = 1 << 20
+    properties = driver.CUmemPoolProps()
+    properties.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    pool = must(driver.cuMemPoolCreate(properties))
+
+    def look() -> list[float]:
+        names = ("CU_MEMPOOL_ATTR_USED_MEM_CURRENT", "CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT")
+        return [
+            int(must(driver.cuMemPoolGetAttribute(pool, driver.CUmemPool_attribute.__members__[name]))) / mebi
+            for name in names
+        ]
+
+    memory = must(driver.cuMemAllocFromPoolAsync(33 * mebi, pool, world.stream))
+    answers = [look()]
+    must(driver.cuMemFreeAsync(memory, world.stream))
+    answers.append(look())
+    must(driver.cuMemPoolTrimTo(pool, 10 * mebi))
+    answers.append(look())
+    must(driver.cuStreamSynchronize(world.stream))
+    answers.append(look())
+    memory = must(driver.cuMemAllocFromPoolAsync(100 * mebi, pool, world.stream))
+    answers.append(look())
+    must(driver.cuMemFree(memory))
+    return [*answers, look()]
+
+
+@case
+def map_past_the_end(world: World) -> Any:
+    """A mapping in the last of three reservations of 8 MiB, and so many MiB behind its beginning."""
+    mebi = 1 << 20
+    properties = driver.CUmemAllocationProp()
+    properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    handle = must(driver.cuMemCreate(2 * mebi, properties, 0))
+    base = [int(must(driver.cuMemAddressReserve(8 * mebi, 0, 0, 0))) for _ in range(3)][-1]
+    answers = []
+    for behind in (4, 8, 16, 30, 32):
+        address = driver.CUdeviceptr(base + behind * mebi)
+        answers.append([behind, status(driver.cuMemMap(address, 2 * mebi, 0, handle, 0))])
+        if answers[-1][1] == "SUCCESS":
+            must(driver.cuMemUnmap(address, 2 * mebi))
+    return answers
+
+
+@case
+def import_closed(world: World) -> Any:
+    file = os.open("/dev/null", os.O_RDWR)
+    os.close(file)
+    handle_type = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    return status(driver.cuMemImportFromShareableHandle(file, handle_type))

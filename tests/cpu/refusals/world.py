@@ -237,6 +237,17 @@ def edge(from_port: int = 0, to_port: int = 0, kind: int = 0) -> Any:
     return data
 
 
+def connect(graph: Any, source: Any, target: Any, data: Any = None) -> str:
+    return status(driver.cuGraphAddDependencies(graph, [source], [target], None if data is None else [data], 1))
+
+
+def ports(graph: Any) -> list[tuple[int, int]]:
+    """The ports and types of the edges."""
+    count = must(driver.cuGraphGetEdges(graph))[3]
+    edges = must(driver.cuGraphGetEdges(graph, count))[2][:count] if count else []
+    return [(int(data.from_port), int(data.type)) for data in edges]
+
+
 def instantiate(world: World, graph: Any, flags: int = 0, destroy: bool = True) -> Any:
     """The status, the result and whether a node was named; or the exec, when it was made and is to stay."""
     params = driver.CUDA_GRAPH_INSTANTIATE_PARAMS()
@@ -291,9 +302,7 @@ def end_capture(stream: Any) -> Any:
     count = must(driver.cuGraphGetNodes(graph))[1]
     nodes = must(driver.cuGraphGetNodes(graph, count))[0][:count] if count else []
     kinds = [must(driver.cuGraphNodeGetType(node)).name.removeprefix("CU_GRAPH_NODE_TYPE_") for node in nodes]
-    count = must(driver.cuGraphGetEdges(graph))[3]
-    edges = must(driver.cuGraphGetEdges(graph, count))[2][:count] if count else []
-    return ["ok", kinds, [(int(data.from_port), int(data.type)) for data in edges]]
+    return ["ok", kinds, ports(graph)]
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
