@@ -34,6 +34,7 @@ from ..state import EXITED, HELD, REGISTERS, BlockState, Code, GridState, WarpSt
 __all__ = ["LOWERINGS", "WARP", "Lower", "UnsupportedError", "kind_of", "lowers"]
 
 WARP = 32
+SAVES = 1000  # registers times blocks from which on each register has its place in the warp's state
 LOWERINGS: dict[str, Callable[[Lower, Instruction], None]] = {}
 
 
@@ -148,14 +149,14 @@ class Lower:
         self.crossing = sorted(
             frozenset().union(*(block.live_in for block in flow.blocks)), key=lambda register: register.name
         )
-        self.slots = {register: b.alloca(vector(self.kind(register), WARP), 64) for register in self.crossing}
+        # What crosses blocks is kept in slots that LLVM makes registers of, and saved wherever the warp may stop. In a long
+        # kernel that is a long piece of code at very many places: there the slots are what would be saved.
+        self.in_place = len(self.crossing) * len(flow.blocks) > SAVES
         self.register_offsets: dict[Register, int] = {}
         offset = REGISTERS
         for register in self.crossing:
-            size = max(SIZES[register.type], 1) * WARP
-            offset = -(-offset // min(64, size)) * min(64, size)
             self.register_offsets[register] = offset
-            offset += size
+            offset += -(-max(SIZES[register.type], 1) * WARP // 64) * 64
         self.warp_bytes = -(-offset // 64) * 64
         self.starts = {0}  # blocks at which a warp may stop with all its lanes
         self._entry()
@@ -177,6 +178,10 @@ class Lower:
     def _entry(self) -> None:
         b = self.b
         self.warp, self.block, self.grid = Value("%warp", "ptr"), Value("%block", "ptr"), Value("%grid", "ptr")
+        self.slots = {
+            register: b.at(self.warp, offset) if self.in_place else b.alloca(vector(self.kind(register), WARP), 64)
+            for register, offset in self.register_offsets.items()
+        }
         self.pc_slot = b.alloca(f"<{WARP} x i32>", 128)
         self.mask_slot = b.alloca(f"<{WARP} x i1>", 8)
         self.other_slot = b.alloca("i32", 4)  # the lowest pc of the lanes that do not run
@@ -270,7 +275,7 @@ class Lower:
 
     def _restore(self, registers: Sequence[Register]) -> None:
         b = self.b
-        for register in registers:
+        for register in () if self.in_place else registers:
             place = b.at(self.warp, self.register_offsets[register])
             if register.type == "pred":
                 loaded = b.lanes(b.load("i32", place, align=4))
@@ -456,7 +461,7 @@ class Lower:
         b.store(b.load(f"<{WARP} x i32>", self.pc_slot, align=128), self.warp, align=64)
         b.store(constant("i32", together), self.warp_place("together"), align=4)
         b.store(constant("i32", self.place(i or self.current.last or self.i)), self.warp_place("place"), align=4)
-        for register in saved:
+        for register in () if self.in_place else saved:
             place = b.at(self.warp, self.register_offsets[register])
             value = b.load(vector(self.kind(register), WARP), self.slots[register], align=64)
             if register.type == "pred":
