@@ -311,9 +311,9 @@ def _texts(what: str, given: Sequence[str]) -> tuple[str, ...]:
 
 def _key(source: Source, names: Sequence[str], automatic: bool, kind: str, flags: Sequence[str]) -> str:
     """sha256 (hex) over everything that makes the bytes of an image."""
-    files = [str(source.path), *(str(header.path) for header in source.includes)]  # they stand in the line table
+    shown = [_shown(source.path, source.name), *(_shown(header.path, header.name) for header in source.includes)]
     compiler = [*open_nvrtc().nvrtcVersion(), _wheels()]
-    parts = [_FORMAT, PRELUDE, source.digest, files, list(names), automatic, kind, list(flags), compiler]
+    parts = [_FORMAT, PRELUDE, source.digest, shown, list(names), automatic, kind, list(flags), compiler]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -342,6 +342,8 @@ def _compile(
             failure = error
         log = _output(program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
         data = b"" if failure else _output(program, "CUBIN" if kind == "cubin" else "PTX")
+        if kind == "ptx" and source.path is None:  # NVRTC completes its name by the current directory
+            data = data.replace(f'"{os.getcwd()}/{source.name}"'.encode(), f'"{source.name}"'.encode())
         if not data:  # also where an option (-dlto) asks for something else
             raise CompileError(source, arch, flags, log) from failure
         lowered = {name: nvrtc.nvrtcGetLoweredName(program, name.encode()).decode() for name in names}

@@ -57,7 +57,7 @@ def live() -> list[Live]:
 def caller() -> str:
     """``file:line`` of the innermost frame outside this package."""
     frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
+    while frame.f_back and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__, weakref.__file__)):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 

@@ -100,9 +100,11 @@ class Module(Owned):
                 handle = load() if load else driver.cuModuleLoadData(image.data)
             except DriverError as error:
                 what = f"{image.kind} for {image.arch}" if image.arch else image.kind
-                log = f"\n{_jit_log(driver, image.data)}" if image.kind == "ptx" else ""
-                meaning = f"{error.meaning} (module {self.name}, {what}, on {self.device.arch}){log}"
-                raise DriverError(error.call, error.code, meaning.rstrip()) from None
+                meaning = f"{error.meaning} (module {self.name}, {what}, on {self.device.arch})"
+                log = _jit_log(driver, image.data) if image.kind == "ptx" else ""
+                if log and log not in error.meaning:  # the CPU device has told all
+                    meaning += f"\n{log}"
+                raise DriverError(error.call, error.code, meaning) from None
         release = partial(self.device.context.call, driver.cuModuleUnload, handle)
         self.loaded.append(Loaded(image, Box(handle, release, self.info)))
 

@@ -261,12 +261,20 @@ def declared_types(texts: Sequence[str], arguments: Mapping[str, str] = {}) -> l
 
 
 def kernel_label(symbol: str) -> str:
-    """What people call the kernel: ``scale<float>`` for ``_Z5scaleIfEvPKT_PS0_if``."""
+    """What people call the kernel: ``scale<float, 4>`` for ``_Z5scaleIfLi4EEvPKT_PS0_if``."""
     try:
         tree = itanium_demangler.parse(symbol)
-        return str(tree.name) if tree is not None and tree.kind == "func" else symbol
+        return str(_plain(tree.name)) if tree is not None and tree.kind == "func" else symbol
     except Exception:
         return symbol
+
+
+def _plain(node: Any) -> Any:
+    """The demangler's tree with numbers as they are written in C++, without casts."""
+    if node.kind != "literal":
+        return node.map(_plain)
+    value = {"0": "false", "1": "true"}[node.value] if str(node.ty) == "bool" else node.value.replace("n", "-")
+    return itanium_demangler.Node("name", value)
 
 
 # Parameters

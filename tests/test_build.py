@@ -486,6 +486,14 @@ def test_the_environment_places_the_default_cache(monkeypatch: pytest.MonkeyPatc
     assert DEFAULT_CACHE.directory.name == "drvkit"
 
 
+def test_ptx_of_a_text_is_the_same_in_every_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [build(PLAIN, arch="compute_90", cache=None).data]
+    monkeypatch.chdir(tmp_path)
+    texts.append(build(PLAIN, arch="compute_90", cache=None).data)
+    assert texts[0] == texts[1]
+    assert re.findall(rb'\.file\s+\d+ "(.*)"', texts[0]) == [b"kernel.cu"]
+
+
 def test_what_was_not_used_for_longest_goes_first(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     for age, key in enumerate(["new", "used", "old"]):
         cache.store(key, {}, bytes(1000))

@@ -38,6 +38,13 @@ def check_scale(kernel: dk.Kernel, device: dk.Device, stream: dk.Stream, **how: 
 # ---- images --------------------------------------------------------------------------------------------------------
 
 
+def test_what_is_wrong_with_ptx_is_told_once(device: dk.Device) -> None:
+    text = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry k() { frob.u32 1; }"
+    with pytest.raises(dk.DriverError) as told:
+        device.module(dk.Image.from_bytes(text))
+    assert str(told.value).count("frob") == 1
+
+
 @pytest.mark.parametrize("kind", ["cubin", "ptx"])
 @pytest.mark.parametrize("given", ["image", "bytes", "path", "text"])
 def test_an_image_from_anywhere(device: dk.Device, stream: dk.Stream, tmp_path: Path, kind: Any, given: str) -> None:

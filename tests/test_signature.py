@@ -640,6 +640,7 @@ def test_types_out_of_a_mangled_name(symbol: str, types: list[str] | None) -> No
 
 def test_the_label_of_a_symbol() -> None:
     assert kernel_label("_Z5scaleIfEvPKT_PS0_if") == "scale<float>"
+    assert kernel_label("_ZN5inner1kIN5outer1TELin3ELb1ELj7EEEvT_") == "inner::k<outer::T, -3, true, 7>"
     assert kernel_label("plain") == "plain"
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .calls import devices, graphs, kernels, memory, sharing, streams
-from .calls.base import OK, code_of, cu, enter, graph_of, node_of, state
+from .calls.base import OK, code_of, cu, enter, graph_of, node_of, report, thread_state
 from .calls.graphs import exec_kernel_node_set_params, graph_exec_update, graph_launch, launch_params
 from .calls.kernels import image_of, launch_kernel_ex, load_image
 from .calls.memory import pointer_attribute
@@ -46,7 +46,8 @@ for _chapter in (devices, memory, sharing, streams, kernels, graphs):
 
 
 def explain(code: Any, *, told: bool = True) -> str | None:
-    """What is known of the newest failure with this result code (the enum or its name): the device's own report.
+    """What is known of the newest failure with this result code (the enum or its name): the device's own report, or
+    why a call of this thread was refused.
 
     ``told``: somebody is given it.
     """
@@ -55,7 +56,7 @@ def explain(code: Any, *, told: bool = True) -> str | None:
     if fault is not None and fault.code == name:
         fault.told |= told
         return str(fault)
-    return state.reports.get(name)
+    return thread_state.reports.get(name) or None
 
 
 def name_node(node: Any, name: str) -> None:
@@ -80,7 +81,7 @@ def _module_load_data_ex(out: int, image: int, count: int, options: int, values:
     try:
         ctypes.c_uint64.from_address(out).value = int(load_image(image_of(image)))
     except RefusedError as refused:
-        text = state.reports.get(f"CUDA_ERROR_{refused.code}", "").encode()[: max(size - 1, 0)]
+        text = refused.why.encode()[: max(size - 1, 0)]
         if log and size:
             ctypes.memmove(log, text + b"\0", len(text) + 1)
         raise
@@ -123,8 +124,6 @@ def cuGetProcAddress(name: bytes, version: int, flags: Any) -> tuple[Any, int | 
 
 
 def _raw_call(function: Callable[..., None]) -> Callable[..., int]:
-    codes = {name.removeprefix("CUDA_ERROR_"): int(code) for name, code in cu.CUresult.__members__.items()}
-
     def call(*args: int) -> int:
         try:
             enter()
@@ -132,14 +131,14 @@ def _raw_call(function: Callable[..., None]) -> Callable[..., int]:
                 function(*args)
             machine.relieve()
         except RefusedError as refused:
-            return codes[refused.code]
+            return int(report(refused))
         except KeyboardInterrupt:
             _thread.interrupt_main()  # it comes as soon as the caller is back in Python
-            return codes["UNKNOWN"]
+            return int(code_of("UNKNOWN"))
         except BaseException as bug:
-            state.reports["CUDA_ERROR_UNKNOWN"] = "".join(traceback.format_exception(bug))
-            print(state.reports["CUDA_ERROR_UNKNOWN"], file=sys.stderr)
-            return codes["UNKNOWN"]
+            text = "".join(traceback.format_exception(bug))
+            print(text, file=sys.stderr)
+            return int(report(RefusedError("UNKNOWN", text)))
         return 0
 
     return call

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from ..signature import kernel_label
 from .ptx import (
     SIZES,
     Function,
@@ -32,6 +33,12 @@ from .ptx import (
 __all__ = ["BUILT_IN", "Block", "Flow", "callee_of", "defined", "used"]
 
 BUILT_IN = ("vprintf", "cudaGraphSetConditional", "__assertfail")  # functions that the device itself has
+NOT_BUILT_IN = {  # and those that only a GPU has
+    **dict.fromkeys(("malloc", "free"), "malloc on the device is"),
+    **dict.fromkeys(
+        (f"cuda{name}V2" for name in ("GetParameterBuffer", "LaunchDevice")), "launches from the device are"
+    ),
+}
 
 
 def _opcodes(text: str) -> frozenset[str]:
@@ -60,13 +67,11 @@ _MAY_BE_GUARDED = _PURE | _TERMINATORS - {"trap"}
 
 def has_result(i: Instruction) -> bool:
     if i.opcode == "multimem":
-        return i.modifiers[0] == "ld_reduce"
+        return i.form == "ld_reduce"
     if i.opcode == "mbarrier":
-        if i.modifiers[0] in ("test_wait", "try_wait", "pending_count"):
+        if i.form in ("test_wait", "try_wait", "pending_count"):
             return True
-        return (
-            i.modifiers[0].startswith("arrive") and not isinstance(i.operands[0], Memory) and i.operands[0] is not None
-        )
+        return i.form.startswith("arrive") and not isinstance(next(iter(i.operands), None), Memory | None)
     if i.opcode == "barrier_result":
         return True
     return i.opcode not in _NO_RESULT
@@ -106,9 +111,18 @@ def used(i: Instruction) -> list[Register]:
 
 def polls(i: Instruction) -> bool:
     """Whether it may see what others do: a loop around it must let them run."""
-    if i.opcode == "ld" or i.modifiers[:1] == ("ld_reduce",):
+    if i.opcode == "ld" or i.form == "ld_reduce":
         return bool(_POLLS & set(i.modifiers))
-    return i.opcode in ("atom", "nanosleep") or (i.opcode == "mbarrier" and i.modifiers[0].endswith("_wait"))
+    return i.opcode in ("atom", "nanosleep") or (i.opcode == "mbarrier" and i.form.endswith("_wait"))
+
+
+def acts(i: Instruction) -> bool:
+    """Whether it does more than compute registers."""
+    return i.opcode not in _PURE
+
+
+def _reads_clock(i: Instruction) -> bool:
+    return any(isinstance(each, Special) and each.name.startswith(("%clock", "%globaltimer")) for each in i.operands)
 
 
 def holds(i: Instruction) -> bool:
@@ -127,7 +141,7 @@ def suspends(i: Instruction) -> bool:
 
 def stands(i: Instruction) -> bool:
     """Whether the warp stays at it until something has happened: it begins a block, to be looked at again."""
-    return (i.opcode == "griddepcontrol" and i.modifiers[0] == "wait") or (
+    return (i.opcode == "griddepcontrol" and i.form == "wait") or (
         i.opcode == "barrier" and i.modifiers[:2] == ("cluster", "wait")
     )
 
@@ -146,10 +160,7 @@ def ordering(i: Instruction) -> bool:
 
 def callee_of(i: Instruction) -> str:
     """The function that a call names."""
-    target = next((operand for operand in i.operands if isinstance(operand, Symbol)), None)
-    if target is None:
-        raise PtxError(f"{i.where}: a call through a pointer is not supported")
-    return target.name
+    return next(operand.name for operand in i.operands if isinstance(operand, Symbol))
 
 
 @dataclass(eq=False)
@@ -175,6 +186,8 @@ class Flow:
         variables: local and shared variables of the kernel and of what is inlined, by unique name.
         loops: blocks of each loop, by the number of its head.
         polling: back edges (from, to) of loops that wait for others.
+        waiting: the blocks of these loops.
+        timed: whether it reads a clock; and ``timers``, the heads of loops that do, and so may end by themselves.
         resumed: blocks that only go on with what one other block began: where lanes may have had to wait in between.
         uniform: registers that have one value in all threads of a launch at all times, in the order of definition.
     """
@@ -206,8 +219,6 @@ class Flow:
         callers: tuple[str, ...] = (),
     ) -> Iterator[Instruction | Label]:
         """The body with that of all callees in it. ``symbols`` and ``registers`` rename what is the callee's own."""
-        if function.name in callers:
-            raise PtxError(f"kernel {self.kernel.name}: {function.name} calls itself, which is not supported")
         for name, variable in function.variables.items():
             unique = name if variable.space == "shared" else f"{name}{suffix}"
             symbols[name] = unique
@@ -244,21 +255,39 @@ class Flow:
                 continue
             guard = renamed(item.guard)
             assert guard is None or isinstance(guard, Register)
-            i = replace(item, operands=tuple(map(renamed, item.operands)), guard=guard)
+            # A cache policy is a hint.
+            operands = item.operands[:-1] if "L2::cache_hint" in item.modifiers else item.operands
+            i = replace(item, operands=tuple(map(renamed, operands)), guard=guard)
             if suffix and i.opcode == "ret":
                 yield replace(i, opcode="bra", modifiers=(), operands=(Symbol(end),))
-            elif i.opcode == "call" and callee_of(i) not in BUILT_IN:
+            elif i.opcode == "call" and self._callee(i) not in BUILT_IN:
                 yield from self._call(i, (*callers, function.name))
             else:
                 yield i
         if suffix:
             yield Label(end)
 
-    def _call(self, i: Instruction, callers: tuple[str, ...]) -> Iterator[Instruction | Label]:
+    def _callee(self, i: Instruction) -> str:
+        """What `callee_of` says, if it is a function that can be called."""
+        if any(isinstance(operand, Register) for operand in i.operands):
+            raise self.error(i, "calls through pointers are not executed")
+        if not any(isinstance(operand, Symbol) for operand in i.operands):
+            raise self.error(i, "a call names a function")
         name = callee_of(i)
         callee = self.module.functions.get(name)
-        if callee is None or not callee.defined:
-            raise PtxError(f"{i.where}: kernel {self.kernel.name} calls {name}, which is not defined")
+        if name not in BUILT_IN and (callee is None or not callee.defined):
+            what = NOT_BUILT_IN.get(name)
+            why = f"calls {kernel_label(name)}, which is not defined" if what is None else f"{what} not executed"
+            raise self.error(i, why)
+        return name
+
+    def error(self, i: Instruction, why: str) -> PtxError:
+        return PtxError(f"{i.where}: kernel {self.kernel.label}: {why}")
+
+    def _call(self, i: Instruction, callers: tuple[str, ...]) -> Iterator[Instruction | Label]:
+        callee = self.module.functions[callee_of(i)]
+        if callee.name in callers:
+            raise self.error(i, f"{callee.label} calls itself: recursion is not executed")
         lists = [operand.elements for operand in i.operands if isinstance(operand, Vector)]
         results = lists[0] if callee.results else ()
         given = lists[-1] if callee.parameters else ()
@@ -267,7 +296,7 @@ class Flow:
         symbols: dict[str, str] = {}
         for formal, actual in (*zip(callee.results, results, strict=True), *zip(callee.parameters, given, strict=True)):
             if not isinstance(actual, Symbol):
-                raise PtxError(f"{i.where}: arguments of a call are parameters in memory")
+                raise self.error(i, "arguments of a call are parameters in memory")
             symbols[formal.name] = actual.name
         skip = Label(f"skip{suffix}")
         if i.guard is not None:
@@ -321,18 +350,22 @@ class Flow:
     def _connect(self, blocks: list[Block], labels: dict[str, int]) -> None:
         def target(i: Instruction, name: str) -> int:
             if name not in labels:
-                raise PtxError(f"{i.where}: there is no label {name}")
+                raise self.error(i, f"there is no label {name}")
             return labels[name]
+
+        def named(i: Instruction) -> str:
+            last = i.operands[-1] if i.operands else None
+            if not isinstance(last, Symbol):
+                raise self.error(i, f"{i.name}: no label is named")
+            return last.name
 
         for number, block in enumerate(blocks):
             last, following = block.last, number + 1
             if last is not None and last.opcode == "bra":
-                (goal,) = (operand for operand in last.operands if isinstance(operand, Symbol))
-                block.successors = [target(last, goal.name)] + ([following] if last.guard is not None else [])
+                goal = target(last, named(last))
+                block.successors = [goal] + ([following] if last.guard is not None else [])
             elif last is not None and last.opcode == "brx":
-                listed = last.operands[1]
-                assert isinstance(listed, Symbol)
-                block.successors = [target(last, name) for name in self.targets[listed.name]]
+                block.successors = [target(last, name) for name in self.targets.get(named(last), [named(last)])]
             elif last is not None and last.opcode in ("ret", "exit"):
                 block.successors = [following] if last.guard is not None else []
             elif last is not None and last.opcode == "trap":
@@ -341,15 +374,33 @@ class Flow:
                 block.successors = [following]
 
     def _end_at_once(self, blocks: list[Block]) -> None:
-        """A branch to a bare ``ret`` ends its lanes there: others do not wait for who has returned early."""
-        for block in blocks:
-            last = block.last
-            if last is not None and last.opcode == "bra":
-                taken, *fallen = block.successors
-                end = blocks[taken].instructions
-                if len(end) == 1 and end[0].opcode in ("ret", "exit") and end[0].guard is None:
-                    block.instructions[-1] = replace(last, opcode="exit", modifiers=(), operands=())
-                    block.successors = fallen
+        """A branch to a bare ``ret`` ends its lanes there, and other ways to one get one each.
+
+        Where all returned at the same place, others would come to a barrier before those who have left early.
+        """
+
+        def bare(number: int) -> bool:
+            instructions = blocks[number].instructions
+            return len(instructions) == 1 and instructions[0].opcode in ("ret", "exit") and not instructions[0].guard
+
+        def leaves(block: Block) -> bool:
+            return block.last is not None and block.last.opcode == "bra" and any(map(bare, block.successors))
+
+        while leaving := list(filter(leaves, blocks)):  # a branch to such a branch is one too
+            for block in leaving:
+                last, fallen = block.instructions[-1], not bare(block.successors[0])
+                block.instructions[-1] = replace(
+                    last, opcode="exit", modifiers=(), operands=(), guard_negated=last.guard_negated ^ fallen
+                )
+                del block.successors[int(fallen)]
+        taken: set[int] = set()
+        for block in list(blocks):
+            for position, each in enumerate(block.successors):
+                if bare(each):
+                    if each in taken:
+                        block.successors[position] = len(blocks)
+                        blocks.append(replace(blocks[each]))
+                    taken.add(each)
 
     def _merge_back_edges(self, blocks: list[Block]) -> None:
         """A loop with several back edges gets one block before its head, where lanes that go round meet."""
@@ -388,11 +439,15 @@ class Flow:
         self.back_edges = {(at, to) for at, each in enumerate(self.blocks) for to in each.successors if to <= at}
         entered = [to for each in self.blocks for to in each.successors]
         self.resumed = {at for at, each in enumerate(self.blocks) if each.goes_on and entered.count(at) == 1}
-        self.polling = set()
+        self.polling, self.waiting, self.timers = set(), set[int](), set[int]()
         for at, to in self.back_edges:
             inside = self.loops.get(to, set(range(to, at + 1)))
             if any(polls(i) for member in inside for i in self.blocks[member].instructions):
                 self.polling.add((at, to))
+                self.waiting |= inside
+            if any(_reads_clock(i) for member in inside for i in self.blocks[member].instructions):
+                self.timers.add(to)
+        self.timed = any(_reads_clock(i) for each in self.blocks for i in each.instructions)
 
     def last_that_leads_to(self, number: int) -> int:
         """The last block from which a way may lead to this one: the last of the loops around it, or itself."""
@@ -426,12 +481,12 @@ class Flow:
             changed = False
             for block in self.blocks:
                 for i in block.instructions:
-                    target = i.operands[0] if i.operands else None
+                    target = i.operands[0] if len(i.operands) > 1 else None
                     if not isinstance(target, Register) or target in self.uniform or i.guard is not None:
                         continue
                     if not has_result(i) or "cc" in i.modifiers or len(definitions.get(target, ())) != 1:
                         continue
-                    if i.opcode == "ld" and i.modifiers[0] == "param":
+                    if i.opcode == "ld" and i.form == "param":
                         source = i.operands[1]
                         fixed = (
                             isinstance(source, Memory)
@@ -439,7 +494,7 @@ class Flow:
                             and source.base.name in parameters
                         )
                     elif i.opcode == "cvta":
-                        fixed = i.modifiers[-2] in ("global", "const", "param") and constant(i.operands[1])
+                        fixed = bool({"global", "const", "param"} & set(i.modifiers)) and constant(i.operands[1])
                     else:
                         fixed = i.opcode in _UNIFORM and all(map(constant, i.operands[1:]))
                     if fixed:
@@ -527,20 +582,41 @@ def _natural_loops(blocks: list[Block]) -> tuple[list[int], dict[int, tuple[set[
 
 
 def _reverse_post_order(blocks: list[Block]) -> list[int]:
+    """Of the sides of a branch first the one from which no way leads to where threads meet.
+
+    Its lanes come to what both sides share, or end, before others come to a barrier.
+    """
+    meeting = [max(map(_meeting, each.instructions), default=0) for each in blocks]
+    changed = True
+    while changed:
+        changed = False
+        for number in reversed(range(len(blocks))):
+            most = max((meeting[each] for each in blocks[number].successors), default=0)
+            if most > meeting[number]:
+                meeting[number], changed = most, True
+
+    def visits(block: int) -> Iterator[int]:  # what is visited first comes last
+        return iter(sorted(blocks[block].successors, key=lambda each: -meeting[each]))
+
     seen = {0}
     post: list[int] = []
-    stack: list[tuple[int, Iterator[int]]] = [(0, iter(blocks[0].successors))]
+    stack: list[tuple[int, Iterator[int]]] = [(0, visits(0))]
     while stack:
         block, successors = stack[-1]
         for successor in successors:
             if successor not in seen:
                 seen.add(successor)
-                stack.append((successor, iter(blocks[successor].successors)))
+                stack.append((successor, visits(successor)))
                 break
         else:
             post.append(block)
             stack.pop()
     return post[::-1]
+
+
+def _meeting(i: Instruction) -> int:
+    """Who meets at it: 2 threads of a block, 1 those of a warp, 0 nobody."""
+    return meets(i) and 1 + (i.opcode in ("bar", "barrier") and not holds(i))
 
 
 def _dominators(order: list[int], place: dict[int, int], predecessors: dict[int, list[int]]) -> dict[int, int]:

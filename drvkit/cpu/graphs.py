@@ -771,10 +771,26 @@ class _Choice(Operation):
         return str(self.conditional)
 
 
+_LONG = 256  # turns of a loop, from which on it is asked whether they change anything
+
+
+def _depends_on_memory_alone(bodies: Iterable[tuple[Step, ...]]) -> bool:
+    """Whether what these do is decided by what is in the devices' memory: not by a clock, nor by what a host has."""
+    for operation in (step.operation for body in bodies for step in body):
+        if isinstance(operation, Launch) and operation.kernel.function.compiled.timed:
+            return False
+        if isinstance(operation, Copy) and None in operation.devices:
+            return False
+        if isinstance(operation, _Choice) and not _depends_on_memory_alone(operation.bodies):
+            return False
+    return True
+
+
 class _Choosing(Plain):
     def __init__(self, work: Work, choice: _Choice) -> None:
         self.work, self.choice = work, choice
         self.turns = 0
+        self._before: bytes | None = None  # a digest of all memory before the last turn of a loop
 
     def advance(self, fuel: int, /) -> Outcome:
         variety, bodies = self.choice.conditional.variety, self.choice.bodies
@@ -786,6 +802,24 @@ class _Choosing(Plain):
         place = value if variety == SWITCH else int(not value)
         if place >= len(bodies):
             return "done"
+        if variety == WHILE and self._in_vain():
+            return "stalled"
         self.turns += 1
         _spawn(self.work, bodies[place])
         return "parked" if bodies[place] else "running"
+
+    def _in_vain(self) -> bool:
+        """Whether the last turn has left all memory as it was, and so will the next one until others change some."""
+        asks = self.turns >= _LONG and not self.turns & (self.turns - 1)
+        if self._before is None and not (asks and _depends_on_memory_alone(self.choice.bodies)):
+            return False
+        before, now = self._before, memory.digest()
+        if now is not None and now == before:
+            return True
+        self._before = now if asks else None
+        return False
+
+    def waiting(self) -> list[str]:
+        if self._before is None:
+            return []
+        return [f"its body has run {self.turns} times, and leaves the condition and all other memory as it was"]

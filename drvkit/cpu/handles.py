@@ -11,10 +11,11 @@ _T = TypeVar("_T")
 
 
 class RefusedError(Exception):
-    """A call is refused; ``code`` is the driver's name of the result, without ``CUDA_ERROR_``."""
+    """A call is refused; ``code`` is the driver's name of the result, without ``CUDA_ERROR_``, and ``why`` says more
+    than that, for a report."""
 
-    def __init__(self, code: str) -> None:
-        self.code = code
+    def __init__(self, code: str, why: str = "") -> None:
+        self.code, self.why = code, why
         super().__init__(code)
 
 

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,16 @@ from numpy.typing import NDArray
 from . import compiler
 from .fault import Fault
 from .lower.core import FAULTS
+from .lower.sync import told
 from .memory import Allocation, memory
 from .order import Order, tracker
+from .ptx import SIZES
 from .races import Clocks
 from .state import (
     COPIES,
     EXITED,
     HELD,
+    LOOKS,
     REGISTERS,
     SHARED_STRIDE,
     BlockState,
@@ -29,6 +32,7 @@ from .state import (
     Code,
     CopyState,
     GridState,
+    LookState,
     SlotState,
     StoreBuffer,
     WarpState,
@@ -43,6 +47,7 @@ __all__ = ["Grid"]
 
 MULTIPROCESSORS = 132  # as an H200 has
 FUEL = 1 << 15  # loop iterations of a warp, until others get their turn
+LATEST = 1 << 61  # ns that a clock may be ahead
 FIRST_WARP = -(-ctypes.sizeof(BlockState) // 64) * 64
 
 
@@ -86,7 +91,7 @@ class Slot:
         window = (blocks - 1) * SHARED_STRIDE + shared_bytes if shared_bytes else 0
         if shared_bytes:
             self.shared = memory.allocate(window, "shared", align=1024)
-            memory.allow(self.shared.address, window, False)
+            memory.forbid(self.shared.address, window)
         if local_bytes:
             self.local = memory.allocate(local_bytes, "local")
         self.clocks: Clocks | None = None
@@ -171,6 +176,9 @@ class Grid:
         clusters = grid[0] * grid[1] * grid[2] // blocks
         self.params = memory.allocate(max(len(params), 1), "param", written=True)
         memory.write(self.params.address, params)
+        self._workspace = memory.allocate(8, "workspace") if cooperative else None
+        if self._workspace:
+            memory.write(self._workspace.address, np.array([8, 0], np.uint32).tobytes())
         variables = [function.program.variables[name][0] for name in compiled.globals]
         self._globals = np.array([*variables, 0], np.uint64)
         self._multicast = addresses.multicast_ranges()
@@ -222,6 +230,7 @@ class Grid:
             order=order.address if order is not None and raced else 0,
             multicast=ctypes.addressof(self._multicast),
             multicast_count=len(self._multicast),
+            workspace=self._workspace.address if self._workspace else 0,
         )
         Grid._serial += 1
         self.state.id = Grid._serial & 0xFFFFFFFF
@@ -389,6 +398,8 @@ class Grid:
             spare.pop().close()
         self.slots = []
         memory.free(self.params.address)
+        if self._workspace:
+            memory.free(self._workspace.address)
 
     # What others ask
 
@@ -425,20 +436,69 @@ class Grid:
                     at = block_at + FIRST_WARP + number * self.state.warp_bytes
                     yield block, WarpState.from_address(at)
 
+    def skip_time(self) -> bool:
+        """If a warp goes round and looks at a clock, let that jump, further each time; whether it did."""
+        timers, late = self.function.compiled.timers, self.state.time_shift
+        going_round = (warp for _, warp in self._warps() if warp.status == WarpStatus.READY)
+        if late >= LATEST or not any(pc in timers for warp in going_round for pc in warp.pc):
+            return False
+        self.state.time_shift = 2 * late + 10**9
+        return True
+
     def waiting(self) -> list[str]:
-        """Who waits where, for a report; the first of many."""
+        """Who waits where, for what, and what is there; the first of many."""
         found: dict[str, list[str]] = {}
         for block, warp in self._warps():
             if warp.status == WarpStatus.DONE:
                 continue
-            place = self.function.place(warp.place)
-            what = f"at barrier {warp.barrier}" if warp.status == WarpStatus.WAITING else f"in {place.name}"
-            found.setdefault(f"{what}, {place.where}", []).append(f"block {tuple(block.index)} warp {warp.index}")
+            live = sum(1 << lane for lane in range(32) if warp.pc[lane] != EXITED)
+            whole = (1 << min(32, self.state.threads - 32 * warp.index)) - 1
+            for mask, what in self._waits(block, warp, live):
+                who = f"block {tuple(block.index)} warp {warp.index}" + (f" {_lanes(mask)}" if mask != whole else "")
+                if who not in found.setdefault(what, []):  # a round may look at the same from the same line twice
+                    found[what].append(who)
         lines = []
-        for what, who in found.items():
-            more = f" and {len(who) - 4} more warps" if len(who) > 4 else ""
-            lines.append(f"kernel {self.function.name}: {', '.join(who[:4])}{more}: {what}")
+        for what, all_ in found.items():
+            more = f" and {len(all_) - 4} more" if len(all_) > 4 else ""
+            lines.append(f"kernel {self.function.label}: {', '.join(all_[:4])}{more}: {what}")
         return lines
+
+    def _waits(self, block: BlockState, warp: WarpState, live: int) -> Iterator[tuple[int, str]]:
+        """Lanes of a warp, and what each of these groups waits for."""
+        place = self.function.place(warp.place)
+        at = f"{place.where} ({place.name})"
+        if warp.status == WarpStatus.WAITING:
+            barrier = block.barriers[warp.barrier]
+            expected = barrier.expected or 32 * block.live
+            yield live, f"at barrier {warp.barrier}, {at}, where {barrier.arrived} of {expected} threads have arrived"
+            return
+        last = warp.polled if warp.together == EXITED else warp.together  # where those stand who ran last
+        standing: dict[int, int] = {}
+        for lane in range(32):
+            if live >> lane & 1:
+                standing[warp.pc[lane]] = standing.get(warp.pc[lane], 0) | 1 << lane
+        here = standing.pop(last, live)
+        yield from self._looks(warp)
+        if not warp.looked:
+            stands = place.name.startswith(("griddepcontrol", "barrier"))
+            yield here, f"at {at}" if stands else f"in an endless loop, {at}: each round finds all as it was"
+        for pc, mask in standing.items() if here != live else ():
+            other = self._stand(pc)
+            yield mask, f"at {other.where} ({other.name})"
+
+    def _looks(self, warp: WarpState) -> Iterator[tuple[int, str]]:
+        """What those lanes of a warp that ran last looked at in that round of their loop."""
+        first = ctypes.addressof(warp) + self.function.compiled.looks_offset
+        for number in range(min(warp.looked, LOOKS)):
+            look = LookState.from_address(first + number * ctypes.sizeof(LookState))
+            place = self.function.place(look.place)
+            groups: dict[int, int] = {}
+            for lane in range(32):
+                if look.mask & 1 << lane:
+                    groups[look.addresses[lane]] = groups.get(look.addresses[lane], 0) | 1 << lane
+            for address, mask in groups.items():
+                seen = f"it sees {_seen(place.name, address)} at {address:#x}, {self._where(address)}"
+                yield mask, f"at {place.where} ({place.name}), {seen}"
 
     # Faults
 
@@ -454,25 +514,26 @@ class Grid:
         if kind.endswith("divergence"):
             place, lane, divergence = self._divergence(kind, lane)
         block, thread = self._thread(lane)
-        who = f"kernel {self.function.name}, {place.where} ({place.name}), block {block}, thread {thread}"
+        who = f"kernel {self.function.label}, {place.where} ({place.name}), block {block}, thread {thread}"
         address, nbytes = state.fault_address, state.fault_bytes
         where = self._where(address)
-        opcode = place.name.removeprefix("multimem.").split(".")[0]
-        reads = opcode in ("ld", "ldu", "ldmatrix", "atom", "red", "ld_reduce") or kind == "not written"
-        verb = "reads" if reads else "writes"
+        verb = "writes" if state.fault_verbs & 1 else "reads"
         access = f"{verb} {nbytes} bytes at {address:#x}"
         if kind == "not allocated":
             if place.name.startswith("multimem."):
                 where += f"; {addresses.multicast_refusal(address)}"
             return Fault("CUDA_ERROR_ILLEGAL_ADDRESS", f"{who}: {access}: {where}")
         if kind == "misaligned":
-            return Fault(
-                "CUDA_ERROR_MISALIGNED_ADDRESS", f"{who}: {access}, which is not a multiple of {nbytes}: {where}"
-            )
+            unfit = f"which is not a multiple of {nbytes}"
+            if "bulk" in place.name.split("."):
+                unfit = "but address and size have to be multiples of 16"
+            return Fault("CUDA_ERROR_MISALIGNED_ADDRESS", f"{who}: {access}, {unfit}: {where}")
         if kind == "not written":
-            late = (
-                "a cp.async that was not waited for writes there" if self._copying(address) else "nothing was written"
-            )
+            late = "nothing was written"
+            if self._copying(address):
+                late = "a cp.async that was not waited for writes there"
+            elif any(slot.shared and address in slot.shared for slot in self.slots):
+                late += " yet (by a thread that comes later, if any: then a barrier is missing)"
             return Fault("CUDA_ERROR_ILLEGAL_ADDRESS", f"{who}: {access}, where {late}: {where}")
         if kind == "race":
             own, other = ("writes" if state.fault_verbs >> bit & 1 else "reads" for bit in (0, 1))
@@ -519,7 +580,7 @@ class Grid:
             groups[where] = groups.get(where, 0) | 1 << lane
         others = "; ".join(f"{_lanes(mask)} {where}" for where, mask in groups.items())
         if kind == "barrier divergence":
-            return place, first, f"not all threads of the warp come to this barrier: {others}"
+            return place, first, f"not all threads of the warp come to this barrier: {_lanes(here)} do; {others}"
         return place, first, f"lanes that its mask names are elsewhere: {others}"
 
     def _stand(self, pc: int) -> Place:
@@ -539,7 +600,7 @@ class Grid:
     def _where(self, address: int) -> str:
         for slot in self.slots:
             for window, name in ((slot.shared, "shared"), (slot.local, "local")):
-                if window is not None and window.address <= address < window.address + window.room:
+                if window is not None and address in window:
                     offset = address - window.address
                     if name == "shared":
                         return f"byte {offset % SHARED_STRIDE} of {self.state.shared_bytes} bytes of shared memory"
@@ -566,11 +627,12 @@ class Grid:
         for lane in range(32):
             if not warp.host_mask >> lane & 1:
                 continue
-            values = [
-                ctypes.c_uint64.from_address(at + lane * self.state.local_bytes).value for at in warp.host_args if at
-            ]
+            places = [at + lane * self.state.local_bytes for at in warp.host_args if at]
+            values = [ctypes.c_uint64.from_address(at).value for at in places]
             if warp.host_call == 1:
-                sys.stdout.write(_formatted(values[0], values[1]))
+                text, count = _formatted(values[0], values[1])
+                sys.stdout.write(text)
+                memory.write(places[2], count.to_bytes(4, "little"))
             else:
                 message, file = (ctypes.string_at(value).decode(errors="replace") for value in values[:2])
                 line = values[2] & 0xFFFFFFFF
@@ -581,6 +643,24 @@ class Grid:
                 raise Fault("CUDA_ERROR_ASSERT", f"{where}: assertion `{message}` failed")
 
 
+def _seen(opcode: str, address: int) -> str:
+    """What is there that an instruction looks at."""
+    if address not in memory or not memory.allows(address):  # of a kernel whose accesses are not looked at
+        return "something"
+    if opcode.startswith("mbarrier"):
+        return told(ctypes.c_int64.from_address(address).value)
+    _, *modifiers = opcode.split(".")
+    type_, count = modifiers[-1], next((int(m[1:]) for m in modifiers if m in ("v2", "v4", "v8")), 1)
+    size = SIZES[type_]
+    values = []
+    for raw in (ctypes.string_at(address + size * number, size) for number in range(count)):
+        if type_ in ("f16", "f32", "f64"):
+            values.append(str(np.frombuffer(raw, f"<f{size}")[0]))
+        else:
+            values.append(str(int.from_bytes(raw, "little", signed=type_[0] == "s")))
+    return ", ".join(values)
+
+
 def _lanes(mask: int) -> str:
     """As text: ``lanes 0-7, 9``."""
     bits = f"{mask:032b}"[::-1]
@@ -588,36 +668,41 @@ def _lanes(mask: int) -> str:
     return f"lanes {', '.join(f'{low}-{high}' if low < high else str(low) for low, high in runs)}"
 
 
-def _formatted(text: int, arguments: int) -> str:
-    """What a printf of the device writes: the arguments lie one after another, aligned to their sizes."""
-    template = ctypes.string_at(text).decode(errors="replace")
-    at = arguments
+_CONVERSION = re.compile(r"%([-+ #0]*)(\*|\d*)(\.\*|\.\d*)?(hh|h|ll|l|z|j|t)?([diouxXeEfFgGaAcsp%])")
+_libc = ctypes.CDLL(None)
+
+
+def _formatted(template: int, arguments: int) -> tuple[str, int]:
+    """What a printf of the device writes, and how many arguments it took.
+
+    They lie one after another, each aligned to its size. The host's C library formats them, as a driver has it done.
+    """
+    at, count = arguments, 0
+
+    def take(kind: type[ctypes._SimpleCData[Any]]) -> ctypes._SimpleCData[Any]:
+        nonlocal at, count
+        size = ctypes.sizeof(kind)
+        at = -(-at // size) * size + size
+        count += 1
+        return kind.from_address(at - size)
 
     def one(match: re.Match[str]) -> str:
-        nonlocal at
-        flags, length, kind = match[1], match[2], match[3]
+        _, width, precision, length, kind = match.groups(default="")
         if kind == "%":
             return "%"
-        stars = flags.count("*")
-        for _ in range(stars):
-            flags = flags.replace("*", str(ctypes.c_int32.from_address(at).value), 1)
-            at += 4
-        wide = length in ("l", "ll", "z", "j", "t") or kind in "eEfFgGaAsp"
-        size = 8 if wide else 4
-        at = -(-at // size) * size
-        raw = ctypes.string_at(at, size)
-        at += size
-        if kind in "eEfFgG":
-            return ("%" + flags + kind) % float(np.frombuffer(raw, np.float64)[0])
-        if kind in "aA":
-            return float(np.frombuffer(raw, np.float64)[0]).hex()
-        if kind == "s":
-            return ("%" + flags + "s") % ctypes.string_at(int.from_bytes(raw, "little")).decode(errors="replace")
-        if kind == "p":
-            return f"{int.from_bytes(raw, 'little'):#x}"
-        number = int.from_bytes(raw, "little", signed=kind in "di")
-        if kind == "c":
-            return chr(number & 0xFF)
-        return ("%" + flags + ("d" if kind in "diu" else kind)) % number
+        values = [take(ctypes.c_int32) for given in (width, precision) if "*" in given]
+        wide = length in ("l", "ll", "z", "j", "t")
+        if kind in "eEfFgGaA":
+            values.append(take(ctypes.c_double))
+        elif kind in "sp":
+            values.append(take(ctypes.c_void_p))
+        else:
+            values.append(take(ctypes.c_int64 if wide else ctypes.c_int32))
+        how = match[0].encode()
+        room = _libc.snprintf(None, 0, how, *values) + 1
+        text = ctypes.create_string_buffer(room)
+        _libc.snprintf(text, room, how, *values)
+        return text.raw[:-1].decode(errors="replace")
 
-    return re.sub(r"%([-+ #0-9.*]*)(hh|h|ll|l|z|j|t)?([diouxXeEfFgGaAcsp%])", one, template)
+    text = _CONVERSION.sub(one, ctypes.string_at(template).decode(errors="replace"))
+    return text, count

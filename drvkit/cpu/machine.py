@@ -67,6 +67,10 @@ class Task(Protocol):
 
     def advance(self, fuel: int, /) -> str: ...
 
+    def skip_time(self) -> bool:
+        """If it waits for a clock, let that jump; whether it did."""
+        ...
+
     def waiting(self) -> list[str]:
         """Who waits where and for what, for the report of a deadlock."""
         ...
@@ -80,6 +84,9 @@ class Plain:
 
     triggered = False
     dependencies_done = True
+
+    def skip_time(self) -> bool:
+        return False
 
     def waiting(self) -> list[str]:
         return []
@@ -400,7 +407,8 @@ class Machine:
                         return
                     stuck = self._barren >= len(self._active)
                     if stuck and self._is_deadlock(stall):
-                        self._deadlock()
+                        if not self._skip_time():
+                            self._deadlock()
                         continue
                     if stuck:
                         self._news.clear()
@@ -424,6 +432,14 @@ class Machine:
             self._run(_never)
             return stall.progress == self._progress and self._barren >= len(self._active) and self._is_deadlock(stall)
         return True
+
+    def _skip_time(self) -> bool:
+        """Where all else is stuck, let clocks jump that somebody waits for."""
+        skipped = [work.task.skip_time() for work in self._active if work.task is not None]
+        if any(skipped):
+            self._progress += 1
+            self._change()
+        return any(skipped)
 
     def _rest(self, seconds: float) -> None:
         """Wait for news, for so long."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import hashlib
 import mmap
 import os
 from collections import deque
@@ -25,6 +26,8 @@ __all__ = ["ALLOCATED", "WRITTEN", "Allocation", "Memory", "memory"]
 
 ALLOCATED, WRITTEN = 1, 2  # bits of a shadow byte
 GAP = 256  # bytes between allocations, that nobody may touch
+MOST_DIGESTED = 1 << 30  # bytes
+_PASSING = ("shared", "local", "param", "workspace", "multicast")  # of a launch, or not there to be read
 QUARANTINE = 64  # freed allocations that are not used again yet, so that a late access is known as one
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -56,6 +59,11 @@ class Allocation:
     made_at: str
     room: int  # bytes up to the next allocation
     freed: bool = False
+    freed_at: str = ""  # where the caller gave it back, which may be before it is free
+
+    def __contains__(self, address: int) -> bool:
+        """Whether it is here, or between this and the next allocation."""
+        return self.address <= address < self.address + self.room
 
     def __str__(self) -> str:
         what = f"{self.nbytes}-byte {self.kind} {'variable' if self.kind == 'module' else 'allocation'}"
@@ -200,9 +208,13 @@ class Memory:
         if self.tracker is not None:
             self.tracker.renew(address, nbytes)
 
-    def allow(self, address: int, nbytes: int, allowed: bool = True) -> None:
-        """Whether kernels may touch a mapped range."""
-        self._mark(address, nbytes, ALLOCATED | WRITTEN if allowed else 0)
+    def allow(self, address: int, nbytes: int, *, written: bool) -> None:
+        """From now on kernels may touch a range, whose bytes count as written, or else as never written."""
+        self._mark(address, nbytes, ALLOCATED | WRITTEN if written else ALLOCATED)
+
+    def forbid(self, address: int, nbytes: int) -> None:
+        """From now on nobody may touch a range."""
+        self._mark(address, nbytes, 0)
 
     def allows(self, address: int) -> bool:
         """Whether kernels may touch it now."""
@@ -226,6 +238,17 @@ class Memory:
     def _mark(self, address: int, nbytes: int, state: int) -> None:
         if nbytes:
             ctypes.memset(address + self.shadow, state, nbytes)
+
+    def digest(self) -> bytes | None:
+        """Of what is in all that kernels and hosts share; None if that is very much."""
+        kept = [each for each in self._known.values() if not each.freed and each.kind not in _PASSING]
+        if sum(each.nbytes for each in kept) > MOST_DIGESTED:
+            return None
+        total = hashlib.blake2b(digest_size=16)
+        for each in kept:
+            total.update(b"%d %d " % (each.address, each.nbytes))
+            total.update((ctypes.c_char * each.nbytes).from_address(each.address))
+        return total.digest()
 
     def written(self, address: int, nbytes: int) -> None:
         """Count it as written."""
@@ -279,7 +302,7 @@ class Memory:
         if allocation is not None:
             inside = f"{address - allocation.address} bytes into a {allocation}"
             if allocation.freed:
-                return f"{inside}, which was freed"
+                return f"{inside}, which was freed" + (f" at {allocation.freed_at}" if allocation.freed_at else "")
             if allocation.kind == "multicast":
                 return f"{inside}, which multimem instructions alone may access"
             if not self.allows(address):

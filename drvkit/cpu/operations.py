@@ -284,7 +284,7 @@ class Launch(Operation):
         return None if self.cooperative == old.cooperative else "ATTRIBUTES_CHANGED"
 
     def __str__(self) -> str:
-        return f"kernel {self.kernel.function.name} with grid {self.grid} and block {self.block}"
+        return f"kernel {self.kernel.function.label} with grid {self.grid} and block {self.block}"
 
 
 def blocks_per_multiprocessor(function: Function, threads: int, shared: int) -> int:
@@ -658,7 +658,7 @@ class GraphMemory(Shared):
         self.device, self.nbytes, self._forget = device, nbytes, forget
         self.address = memory.allocate(nbytes, "graph", device, align=align).address
         self.held = False
-        memory.allow(self.address, nbytes, False)
+        memory.forbid(self.address, nbytes)
 
     def hold(self, held: bool) -> None:
         """Said when the launch is called: it counts as a user."""
@@ -667,12 +667,12 @@ class GraphMemory(Shared):
             (self.keep if held else self.let_go)()
 
     def open(self) -> None:
-        memory.allow(self.address, self.nbytes)
+        memory.allow(self.address, self.nbytes, written=False)
         self._touch()
 
     def shut(self) -> None:
         self._touch()
-        memory.allow(self.address, self.nbytes, False)
+        memory.forbid(self.address, self.nbytes)
 
     def _touch(self) -> None:
         """Whoever uses it must come behind, or before, as of a write."""

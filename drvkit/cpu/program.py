@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..build import DEFAULT_CACHE
+from ..signature import kernel_label
 from . import compiler
 from .fault import ImageError
 from .flow import Flow
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from .launch import Grid
     from .order import Order
 
-__all__ = ["Function", "Program", "load"]
+__all__ = ["Function", "Program", "load", "usual_mode"]
 
 MAX_THREADS = 1024
 DEFAULT_SHARED_BYTES = 48 * 1024
@@ -48,11 +49,14 @@ class Compiled:
     warp_bytes: int
     registers: int
     uses_copies: bool
+    timed: bool
+    timers: list[int]
     granule: int
     globals: list[str]
     places: list[tuple[str, str]] = field(repr=False)
     stands: list[int] = field(repr=False)
     held: list[int] = field(repr=False)
+    looks_offset: int
 
 
 class Program:
@@ -83,7 +87,7 @@ class Program:
                 if entry.defined:
                     self.functions[entry.name] = Function(self, entry)
         except PtxError as error:
-            raise ImageError("CUDA_ERROR_INVALID_PTX", str(error)) from None
+            raise ImageError("CUDA_ERROR_INVALID_PTX", str(error)) from error
         self._place_variables()
 
     def _place_variables(self) -> None:
@@ -102,7 +106,10 @@ class Program:
             for value in variable.initial:
                 if isinstance(value, Symbol):
                     if value.name not in self.variables:
-                        why = f"variable {variable.name} holds the address of {value.name}, which is no variable"
+                        is_function = value.name in self.ptx.functions
+                        why = "calls through pointers are not executed" if is_function else "that is no variable"
+                        name = kernel_label(value.name)
+                        why = f"variable {kernel_label(variable.name)} holds the address of {name}: {why}"
                         raise ImageError("CUDA_ERROR_INVALID_PTX", why)
                     value = self.variables[value.name][0] + value.offset
                 data += (value & (1 << 8 * size) - 1).to_bytes(size, "little")
@@ -125,13 +132,15 @@ class Function:
     """A kernel.
 
     Attributes:
+        name: in the image.
+        label: what people call it, for reports.
         needs_cluster: the extents of its clusters were compiled into it.
         max_dynamic_shared: what a launch may ask for; can be set.
         settings: other attributes that can be set, as ``CUfunction_attribute`` calls them.
     """
 
     def __init__(self, program: Program, ptx: PtxFunction) -> None:
-        self.program, self.name = program, ptx.name
+        self.program, self.name, self.label = program, ptx.name, ptx.label
         directives = ptx.directives
         threads = directives.get("reqntid") or directives.get("maxntid")
         self.max_threads = MAX_THREADS
@@ -246,11 +255,14 @@ def _lower(module: Module, ptx: PtxFunction, mode: str) -> tuple[Compiled, str]:
         warp_bytes=lower.warp_bytes,
         registers=min(255, 16 + max(live, default=0) // 4),
         uses_copies=lower.uses_copies,
+        timed=flow.timed,
+        timers=sorted(flow.timers),
         granule=lower.granule,
         globals=lower.globals,
         places=[(i.name, i.where) for i in lower.places],
         stands=lower.stands,
         held=lower.held,
+        looks_offset=lower.looks_offset,
     )
     return compiled, ir
 
@@ -261,16 +273,25 @@ _VERSION = re.compile(r"(?>\s+|//[^\n]*|/\*.*?\*/)*+\.version\s+(\d+)\.(\d+)\b",
 MODES = ("checked", "unchecked", "explored", "raced")
 
 
+def usual_mode() -> str:
+    """How programs are loaded where nothing else is said: what ``DRVKIT_CPU_MODE`` in the environment says."""
+    return _known(os.environ.get("DRVKIT_CPU_MODE") or "checked")
+
+
+def _known(mode: str) -> str:
+    if mode not in MODES:
+        raise ValueError(f"DRVKIT_CPU_MODE: wanted one of {', '.join(MODES)}, got {mode!r}")
+    return mode
+
+
 def load(data: bytes, name: str = "", *, mode: str | None = None) -> Program:
     """A PTX text. `ImageError` for what is none, or has what the CPU device does not execute.
 
     ``mode``: with "unchecked" memory accesses are not looked at, which is faster; "explored" is for hostile schedules
-    and weak memory; with "raced" races are looked for, from the first such program on. By default
-    what ``DRVKIT_CPU_MODE`` in the environment says, else "checked".
+    and weak memory; with "raced" races are looked for, from the first such program on, or, where that is the
+    `usual_mode`, which is the default, from the first context on.
     """
-    mode = mode or os.environ.get("DRVKIT_CPU_MODE") or "checked"
-    if mode not in MODES:
-        raise ValueError(f"DRVKIT_CPU_MODE: wanted one of {', '.join(MODES)}, got {mode!r}")
+    mode = _known(mode) if mode else usual_mode()
     if data[:4] == b"\x7fELF" or data[:4] == b"\x50\xed\x55\xba":
         kind = "a cubin" if data[:4] == b"\x7fELF" else "a fatbin"
         raise ImageError("CUDA_ERROR_NO_BINARY_FOR_GPU", f"{kind} is GPU code: the CPU device executes PTX")

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..signature import kernel_label
+
 __all__ = [
     "Function",
     "Immediate",
@@ -62,13 +64,14 @@ class PtxError(ValueError):
 
 
 class Location(NamedTuple):
-    """A place in the source, as ``.loc`` tells it."""
+    """A place in the source, as ``.loc`` tells it; for one in another file than the kernel, where it was inlined."""
 
     file: str
     line: int
+    inlined_at: Location | None = None  # the innermost call in the kernel's file
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        return f"{self.file}:{self.line}" + (f" inlined at {self.inlined_at}" if self.inlined_at else "")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -157,6 +160,11 @@ class Instruction:
         return ".".join((self.opcode, *self.modifiers))
 
     @property
+    def form(self) -> str:
+        """The first modifier, by which several instructions of one opcode differ; "" if there is none."""
+        return self.modifiers[0] if self.modifiers else ""
+
+    @property
     def types(self) -> tuple[str, ...]:
         return tuple(modifier for modifier in self.modifiers if modifier in SIZES)
 
@@ -206,6 +214,11 @@ class Function:
     targets: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of indirect branches
     defined: bool = False
 
+    @property
+    def label(self) -> str:
+        """What people call it, for messages."""
+        return kernel_label(self.name)
+
 
 @dataclass(slots=True)
 class Module:
@@ -223,7 +236,7 @@ class Module:
 
 _TOKEN = re.compile(
     r"""0[fF][0-9a-fA-F]{8} | 0[dD][0-9a-fA-F]{16} | 0[xX][0-9a-fA-F]+U? | 0[bB][01]+U? | \d+\.\d+(?:[eE][-+]?\d+)?
-    | \d+U? | [%]?[A-Za-z_$][\w$]*(?:\.[A-Za-z]\w*(?:::\w+)*)* | \.[A-Za-z]\w*(?:::\w+)* | "(?:[^"\\]|\\.)*" | \S""",
+    | \d+U? | [%]?[A-Za-z_$][\w$]*(?:\.\w+(?:::\w+)*)* | \.[A-Za-z]\w*(?:::\w+)* | "(?:[^"\\]|\\.)*" | \S""",
     re.VERBOSE,
 )
 _LINKAGE = (".visible", ".extern", ".weak", ".common")
@@ -244,6 +257,7 @@ class _Parser:
         self.lines: list[int] = []
         self.locations: list[Location | None] = []
         location: Location | None = None
+        calls: dict[tuple[str, ...], Location] = {}  # of file, line, column: the innermost place in the kernel's file
         in_section = False  # of debug data, which ends with a brace on a line of its own
         for number, line in enumerate(text.rstrip("\0").split("\n"), 1):
             code = line.split("//")[0] if '"' not in line else line
@@ -254,7 +268,15 @@ class _Parser:
                 in_section = words[0] != "}"
                 continue
             if words[0] == ".loc":
-                location = Location(words[1], int(words[2]))  # the file's number until all files are known
+                # The file's number until all files are known.
+                places = [tuple(each.split()[-3:]) for each in code.split(",")]
+                own, at = places[0], places[-1]
+                location = call = Location(own[0], int(own[1]))
+                if len(places) > 1:
+                    above = calls.get(at) or Location(at[0], int(at[1]))
+                    if above.file != location.file:
+                        call, location = above, location._replace(inlined_at=above)
+                calls[own] = call
                 continue
             if words[0] == ".file":
                 self.files[int(words[1])] = code.split('"')[1]
@@ -266,12 +288,14 @@ class _Parser:
             self.tokens += found
             self.lines += [number] * len(found)
             self.locations += [location] * len(found)
-        named = {
-            place: Location(self.files.get(int(place.file), place.file), place.line)
-            for place in set(self.locations)
-            if place
-        }
-        self.locations = [named[place] if place else None for place in self.locations]
+        shown = _shown(self.files)
+
+        def named(place: Location) -> Location:
+            call = named(place.inlined_at) if place.inlined_at else None
+            return Location(shown.get(int(place.file), place.file), place.line, call)
+
+        names = {place: named(place) for place in set(self.locations) if place}
+        self.locations = [names[place] if place else None for place in self.locations]
         self.at = 0
 
     # Tokens
@@ -495,6 +519,8 @@ class _Parser:
                     self.next()
             elif self.peek(1) == ":":
                 self.label(function, scopes)
+            elif not word:
+                raise PtxError(f"the text ends in the middle of function {function.label}")
             else:
                 names = {name: full for scope in scopes for name, full in scope.items()}
                 function.body.append(self.instruction(names))
@@ -571,12 +597,13 @@ class _Parser:
         if word == "!":
             return Negated(self.operand(names))
         if word == "-":
-            number = _number(self.next())
+            number = self.number()
             if number.type == "int":
                 return Immediate(-number.bits, "int")
             return Immediate(number.bits ^ (1 << (31 if number.type == "f32" else 63)), number.type)
         if word[0].isdigit():
-            return _number(word)
+            self.at -= 1
+            return self.number()
         first = self.named(word, names)
         if self.eat("|"):
             return Pair(first, self.operand(names))
@@ -584,6 +611,13 @@ class _Parser:
             self.eat("+")
             return Symbol(first.name, self.integer())
         return first
+
+    def number(self) -> Immediate:
+        try:
+            return _number(self.next())
+        except ValueError:
+            self.at -= 1
+            raise self.error(f"wanted a number, got {self.peek()!r}") from None
 
     def named(self, word: str, names: dict[str, str]) -> Operand:
         if word == "_":
@@ -614,6 +648,17 @@ class _Parser:
         extra = self.operand(names) if self.eat(",") else None
         self.need("]")
         return Memory(base, offset, extra)
+
+
+def _shown(files: dict[int, str]) -> dict[int, str]:
+    """Each path cut down to as many of its last parts as no other one ends with."""
+    shown = {}
+    for number, path in files.items():
+        parts = path.split("/")
+        tails = ("/".join(parts[-count:]) for count in range(1, len(parts)))
+        others = [f"/{other}" for other in files.values() if other != path]
+        shown[number] = next((tail for tail in tails if not any(o.endswith(f"/{tail}") for o in others)), path)
+    return shown
 
 
 def _number(word: str) -> Immediate:

@@ -92,7 +92,7 @@ def runtime_ir() -> tuple[str, list[str]]:
 
     functions = [_time(), _check(), _readable(), _copy_bulk()]
     functions += [make(checked) for make in (_copy_begin, _copy_oldest, _copy_finish) for checked in (True, False)]
-    functions += [_multicast(), _release(), _barrier(), _begin(), _ended(), _run_slot(), _run()]
+    functions += [_multicast(), _release(), _barrier(), _begin(), _ended(), _as_before(), _run_slot(), _run()]
     for nbytes in ACCESS_BYTES:
         for checked in (True, False):
             functions += [_access(nbytes, "load", checked), _access(nbytes, "store", checked)]
@@ -127,14 +127,28 @@ def named(name: str, checked: bool) -> str:
 
 
 def record_fault(
-    f: Function, kind: str | Value, lane: Value, place: Value, nbytes: int | Value, address: Value
+    f: Function,
+    kind: str | Value,
+    lane: Value,
+    place: Value,
+    nbytes: int | Value,
+    address: Value,
+    verbs: int | Value | None = None,
 ) -> None:
+    """``verbs`` as in the grid's ``fault_verbs``, if they are not there yet."""
     grid = f["grid"]
     f.set(grid, GridState, "fault_kind", FAULTS.index(kind) if isinstance(kind, str) else kind)
     f.set(grid, GridState, "fault_lane", lane)
     f.set(grid, GridState, "fault_place", place)
     f.set(grid, GridState, "fault_bytes", nbytes)
     f.set(grid, GridState, "fault_address", address)
+    if verbs is not None:
+        f.set(grid, GridState, "fault_verbs", verbs)
+
+
+def _verbs(f: Function, needs: Value) -> Value:
+    """Of an access that needs this of its bytes."""
+    return f.cast("zext", f.is_(f.op("and", needs, constant("i8", WRITTEN)), 0), "i32")
 
 
 def _shadow_word(f: Function, address: Value, nbytes: int) -> tuple[Value, Value]:
@@ -152,28 +166,27 @@ def _check() -> Function:
     f = Function(
         "i32", "drvkit_check", grid="ptr", address="i64", lane="i32", place="i32", nbytes="i32", needs="i8", gives="i8"
     )
-    grid, address = f["grid"], f["address"]
+    grid, address, verbs = f["grid"], f["address"], _verbs(f, f["needs"])
     nbytes = f.cast("zext", f["nbytes"], "i64")
     inside = f.op("sub", address, f.field(grid, GridState, "memory_base"))
     with f.when(f.compare("icmp uge", inside, f.field(grid, GridState, "memory_bytes")), likely=False):
-        record_fault(f, "not allocated", f["lane"], f["place"], f["nbytes"], address)
+        record_fault(f, "not allocated", f["lane"], f["place"], f["nbytes"], address, verbs)
         f.ret(1)
     low = f.op("and", address, f.op("sub", nbytes, constant("i64", 1)))
     with f.when(f.compare("icmp ne", low, constant("i64", 0)), likely=False):
-        record_fault(f, "misaligned", f["lane"], f["place"], f["nbytes"], address)
+        record_fault(f, "misaligned", f["lane"], f["place"], f["nbytes"], address, verbs)
         f.ret(1)
     shadow = f.op("add", address, f.field(grid, GridState, "shadow"))
     with f.count(nbytes) as byte:
         place = f.pointer(f.op("add", shadow, byte))
         state = f.load("i8", place)
         with f.when(f.is_(f.op("and", state, constant("i8", ALLOCATED)), 0), likely=False):
-            record_fault(f, "not allocated", f["lane"], f["place"], f["nbytes"], address)
+            record_fault(f, "not allocated", f["lane"], f["place"], f["nbytes"], address, verbs)
             f.ret(1)
         with f.when(f.compare("icmp ne", f.op("and", state, f["needs"]), f["needs"]), likely=False):
-            record_fault(f, "not written", f["lane"], f["place"], f["nbytes"], address)
+            record_fault(f, "not written", f["lane"], f["place"], f["nbytes"], address, verbs)
             f.ret(1)
         f.store(f.op("or", state, f["gives"]), place)
-    f.add_to(grid, GridState, "stores", 1)
     f.ret(0)
     return f
 
@@ -269,16 +282,16 @@ def _access(nbytes: int, verb: str, checked: bool) -> Function:
 
 def check_lane(f: Function, address: Value, lane: Value, nbytes: int, needs: int) -> None:
     """Return a fault unless a lane may access its address."""
-    grid = f["grid"]
+    grid, verbs = f["grid"], int(not needs & WRITTEN)
     inside = f.op("sub", address, f.field(grid, GridState, "memory_base"))
     room = f.op("sub", f.field(grid, GridState, "memory_bytes"), constant("i64", nbytes - 1))
     with f.when(f.compare("icmp uge", inside, room), likely=False):
-        record_fault(f, "not allocated", lane, f["place"], nbytes, address)
+        record_fault(f, "not allocated", lane, f["place"], nbytes, address, verbs)
         f.ret(1)
     if nbytes > 1:
         low = f.op("and", address, constant("i64", nbytes - 1))
         with f.when(f.compare("icmp ne", low, constant("i64", 0)), likely=False):
-            record_fault(f, "misaligned", lane, f["place"], nbytes, address)
+            record_fault(f, "misaligned", lane, f["place"], nbytes, address, verbs)
             f.ret(1)
     _, state = _shadow_word(f, address, nbytes)
     pattern = constant(state.type, _every(nbytes, needs))
@@ -290,7 +303,7 @@ def check_lane(f: Function, address: Value, lane: Value, nbytes: int, needs: int
             constant("i32", FAULTS.index("not allocated")),
             constant("i32", FAULTS.index("not written")),
         )
-        record_fault(f, kind, lane, f["place"], nbytes, address)
+        record_fault(f, kind, lane, f["place"], nbytes, address, verbs)
         f.ret(1)
 
 
@@ -301,7 +314,7 @@ def _multicast() -> Function:
     """
     f = Function(
         "i32", "drvkit_multicast", grid="ptr", addresses="ptr", mask="i32", number="i64", nbytes="i32", found="ptr",
-        place="i32",
+        verbs="i32", place="i32",
     )  # fmt: skip
     grid, number = f["grid"], f["number"]
     ranges, lanes = f.pointer(f.field(grid, GridState, "multicast")), f.alloca("i32", 4)
@@ -328,7 +341,7 @@ def _multicast() -> Function:
                 ("misaligned", f.compare("icmp ne", low, constant("i64", 0))),
             ):
                 with f.when(bad, likely=False):
-                    record_fault(f, kind, lane, f["place"], f["nbytes"], address)
+                    record_fault(f, kind, lane, f["place"], f["nbytes"], address, f["verbs"])
                     f.ret(0)
     f.ret(f.load("i32", lanes, align=4))
     return f
@@ -448,12 +461,12 @@ def _copy_finish(checked: bool) -> Function:
 def _readable() -> Function:
     """Whether a run of bytes may be touched so; it need not be aligned."""
     f = Function("i32", "drvkit_readable", grid="ptr", address="i64", lane="i32", place="i32", nbytes="i32", needs="i8")
-    grid, address = f["grid"], f["address"]
+    grid, address, verbs = f["grid"], f["address"], _verbs(f, f["needs"])
     size = f.cast("zext", f["nbytes"], "i64")
     inside = f.op("sub", address, f.field(grid, GridState, "memory_base"))
     limit = f.op("sub", f.field(grid, GridState, "memory_bytes"), size)
     with f.when(f.compare("icmp ugt", inside, limit), likely=False):
-        record_fault(f, "not allocated", f["lane"], f["place"], f["nbytes"], address)
+        record_fault(f, "not allocated", f["lane"], f["place"], f["nbytes"], address, verbs)
         f.ret(1)
     shadow = f.op("add", address, f.field(grid, GridState, "shadow"))
     with f.count(size) as byte:
@@ -465,7 +478,7 @@ def _readable() -> Function:
                 constant("i32", FAULTS.index("not allocated")),
                 constant("i32", FAULTS.index("not written")),
             )
-            record_fault(f, kind, f["lane"], f["place"], f["nbytes"], f.op("add", address, byte))
+            record_fault(f, kind, f["lane"], f["place"], f["nbytes"], f.op("add", address, byte), verbs)
             f.ret(1)
     f.ret(0)
     return f
@@ -478,11 +491,11 @@ def _copy_bulk() -> Function:
     )
     grid = f["grid"]
     size = f.cast("zext", f["nbytes"], "i64")
-    low = f.op("and", f.op("or", f.op("or", f["target"], f["source"]), size), constant("i64", 15))
-    with f.when(f.compare("icmp ne", low, constant("i64", 0)), likely=False):
-        record_fault(f, "misaligned", f["lane"], f["place"], f["nbytes"], f["target"])
-        f.ret(1)
     for name, state in (("source", ALLOCATED | WRITTEN), ("target", ALLOCATED)):
+        low = f.op("and", f.op("or", f[name], size), constant("i64", 15))
+        with f.when(f.compare("icmp ne", low, constant("i64", 0)), likely=False):
+            record_fault(f, "misaligned", f["lane"], f["place"], f["nbytes"], f[name], int(name == "target"))
+            f.ret(1)
         arguments = (f["lane"], f["place"], f["nbytes"], constant("i8", state))
         bad = f.call("i32", "drvkit_readable", grid, f[name], *arguments)
         with f.when(f.compare("icmp ne", bad, constant("i32", 0)), likely=False):
@@ -692,6 +705,27 @@ def _leave_cluster_barrier(f: Function, leader: Value) -> None:
         f.call("void", "drvkit_race_cluster_arrive", f["grid"], phase, complete, constant("i1", 1))
 
 
+def _as_before() -> Function:
+    """Whether a warp that is sliced has all registers, and finds all memory, as when it was sliced before.
+
+    Then it will go round and round until others change something, or, if it reads a clock, until it is late enough.
+    """
+    f = Function("i1", "drvkit_as_before", grid="ptr", warp="ptr")
+    grid, warp = f["grid"], f["warp"]
+    before = f.field(warp, WarpState, "sliced")
+    f.set(warp, WarpState, "sliced", 0)
+    total = f.alloca("i64", 8)
+    f.store(f.field(grid, GridState, "stores"), total, align=8)
+    with f.count(f.op("lshr", f.field(grid, GridState, "warp_bytes"), constant("i64", 3))) as index:
+        word = f.load("i64", f.at(warp, index, "i64"), align=8)
+        mixed = f.op("mul", f.op("xor", f.load("i64", total, align=8), word), constant("i64", 0x9E3779B97F4A7C15))
+        f.store(f.op("xor", mixed, f.op("lshr", mixed, constant("i64", 32))), total, align=8)
+    now = f.load("i64", total, align=8)
+    f.set(warp, WarpState, "sliced", now)
+    f.ret(f.compare("icmp eq", now, before))
+    return f
+
+
 def _run_slot() -> Function:
     """Run the warps of a slot in turn: until they have ended, all wait, one stops for good, or patience is over."""
     f = Function("i32", "drvkit_run_slot", grid="ptr", kernel="ptr", slot="ptr")
@@ -699,7 +733,7 @@ def _run_slot() -> Function:
     leader = f.pointer(f.field(f["slot"], SlotState, "blocks"))
     block_bytes, warp_bytes = f.field(grid, GridState, "block_bytes"), f.field(grid, GridState, "warp_bytes")
     blocks, warps = f.field(grid, GridState, "cluster_blocks"), f.field(grid, GridState, "warps")
-    progress, ever, sliced = f.alloca("i32", 4), f.alloca("i32", 4), f.alloca("i32", 4)
+    progress, ever, sliced, turned = (f.alloca("i32", 4) for _ in range(4))
     f.store(constant("i32", 0), ever, align=4)
     with f.count(constant("i32", PATIENCE)):
         f.store(constant("i32", 0), progress, align=4)
@@ -714,6 +748,11 @@ def _run_slot() -> Function:
                     f.set(grid, GridState, "current_block", f.value("i64", f"ptrtoint {block} to i64"))
                     before = f.field(grid, GridState, "stores")
                     code = f.value("i32", f"call i32 %kernel({warp}, {block}, {grid})")
+                    f.store(code, turned, align=4)
+                    with f.when(f.is_(code, Code.SLICED)):
+                        in_vain = f.call("i1", "drvkit_as_before", grid, warp)
+                        f.store(f.select(in_vain, constant("i32", Code.POLLING), code), turned, align=4)
+                    code = f.load("i32", turned, align=4)
                     polled = f.is_(code, Code.POLLING)
                     stored = f.compare("icmp ne", f.field(grid, GridState, "stores"), before)
                     moved = f.select(polled, f.cast("zext", stored, "i32"), constant("i32", 1))

@@ -18,6 +18,7 @@ __all__ = [
     "Code",
     "CopyState",
     "GridState",
+    "LookState",
     "MulticastRange",
     "OrderEntry",
     "OrderState",
@@ -70,7 +71,7 @@ class GridState(Structure):
         ("id", c_uint32),
         ("device", c_uint32),
         ("explicit_cluster", c_uint32),
-        ("stores", c_uint64),  # grows with every store: whether anything has changed
+        ("stores", c_uint64),  # grows with every store; atomics that leave memory as it was leave this so, too
         ("time_shift", c_int64),  # ns that the device's clock is ahead
         ("dependencies_done", c_uint32),
         ("triggered", c_uint32),  # blocks that let dependent launches begin, or ended
@@ -99,9 +100,10 @@ class GridState(Structure):
         ("watched", c_uint32),  # for races
         ("order", c_uint64),  # the launch's OrderState; 0: only races inside of clusters are looked for
         ("fault_other", c_uint32),  # of a race: who else, a warp of the cluster or a work
-        ("fault_verbs", c_uint32),  # of a race: bit 0, it wrote; bit 1, the other one wrote
+        ("fault_verbs", c_uint32),  # bit 0, it wrote; bit 1, of a race: the other one wrote
         ("multicast", c_uint64),  # each MulticastRange
         ("multicast_count", c_uint64),
+        ("workspace", c_uint64),  # of a cooperative launch: its size, and a word for a barrier of the grid
     ]
 
 
@@ -180,7 +182,7 @@ class WarpState(Structure):
         ("polled", c_int32),  # the loop head at which it polled last
         ("place", c_uint32),  # the instruction at which it stopped
         ("cluster_phase", c_uint32),  # of the cluster barrier, after the one in which it arrived last
-        ("polled_address", c_uint64),
+        ("sliced", c_uint64),  # a digest of all that it had before it, when it was sliced last
         ("local", c_uint64),  # windows of its lanes, one after another
         ("copies", c_uint64),  # cp.async: the queue
         ("copies_begun", c_uint32),  # entries
@@ -189,7 +191,19 @@ class WarpState(Structure):
         ("host_call", c_uint32),
         ("host_mask", c_uint32),
         ("together", c_uint32),  # the block at which all lanes that live stand, with no more saved than it needs
+        ("looking", c_uint32),  # looks since it polled last
+        ("looked", c_uint32),  # looks of the round before
         ("host_args", c_uint64 * 4),
+    ]
+
+
+class LookState(Structure):
+    """Where a warp looked for what others do. A warp has `LOOKS` of them behind its registers, if its kernel polls."""
+
+    _fields_ = [
+        ("place", c_uint32),
+        ("mask", c_uint32),
+        ("addresses", c_uint64 * 32),
     ]
 
 
@@ -300,4 +314,5 @@ class OrderState(Structure):
 
 
 COPIES = 64  # entries of a warp's queue
+LOOKS = 4  # of a round in a loop; the last one stands for those beyond
 REGISTERS = -(-ctypes.sizeof(WarpState) // 64) * 64  # where they begin

@@ -297,7 +297,7 @@ def _see(path: str, offset: int, nbytes: int, device: int) -> int:
     finally:
         os.close(fd)
     memory.adopt(address, nbytes, "mapped", device)
-    memory.allow(address, nbytes)
+    memory.allow(address, nbytes, written=True)
     return address
 
 
@@ -376,7 +376,10 @@ class AddressSpace:
             mapping.accessible |= {device for device, allowed in devices.items() if allowed}
             mapping.accessible -= {device for device, allowed in devices.items() if not allowed}
             if isinstance(mapping.shared, Physical):
-                memory.allow(mapping.address, mapping.nbytes, bool(mapping.accessible))
+                if mapping.accessible:  # the same pages may have been written elsewhere
+                    memory.allow(mapping.address, mapping.nbytes, written=True)
+                else:
+                    memory.forbid(mapping.address, mapping.nbytes)
             self._changes += 1
 
     def at(self, address: int) -> _Mapping:

@@ -94,6 +94,61 @@ __global__ void shrink(const u32* x, u32* y) {
 }
 """
 
+LEAVERS = r"""
+// Threads from n on leave before the others meet: where they work, they add to what is there.
+template <int how> __global__ void leave(const u32* x, u32* y, u32 n) {
+  extern __shared__ u32 values[];
+  const u32 i = threadIdx.x;
+  const u32 some = __ballot_sync(__activemask(), i >= n);
+  if (how == 0 && i >= n) return;
+  if (how == 1 && i >= n) {
+    atomicAdd(y + i, x[i]);
+    return;
+  }
+  if (how == 2 && (i >= n + (x[i] & 1) || i >= n)) {
+    atomicAdd(y + i, x[i]);
+    return;
+  }
+  if (how == 3 && i >= n) {
+    for (u32 k = 0; k < i % 5; ++k) atomicAdd(y + i, 1);
+    *static_cast<volatile u32*>(y + i) += x[i] - i % 5;
+    return;
+  }
+  if (how == 4 && i >= n) {
+    atomicAdd(y + i, __shfl_sync(some, x[i], 31 - __clz(some)));
+    return;
+  }
+  if (how == 5 && i < n) {
+    values[i] = x[i];
+    __syncthreads();
+    y[i] = values[n - 1 - i];
+    return;
+  } else if (how == 5) {
+    atomicAdd(y + i, x[i]);
+    return;
+  }
+#pragma unroll 1
+  for (u32 r = 0; r < 3; ++r) {
+    if (how == 6 && i >= n + 2 - r) return;
+    values[i] = x[i];
+    __syncthreads();
+    if (i < n) y[i] = values[n - 1 - i];
+    __syncthreads();
+  }
+}
+"""
+
+
+@kernels("leavers", LEAVERS, *(f"leave<{how}>" for how in range(7)))
+@pytest.mark.parametrize("n", [0, 1, 31, 37, 64, 100])
+@pytest.mark.parametrize("how", range(7))
+def test_a_barrier_does_not_wait_for_threads_that_have_left(run: Kernels, words: RandomWords, how: int, n: int) -> None:
+    x, threads = words(100), np.arange(100)
+    _, found = run(f"leave<{how}>", x, blank(100), n, grid=1, block=100, shared_mem_bytes=400)
+    last = np.minimum(threads | 31, 99)
+    added = {0: 0, 4: x[last], 6: 0}.get(how, x)
+    equal(found, np.where(threads < n, x[np.maximum(n - 1 - threads, 0)], blank(100) + np.uint32(added)))
+
 
 @kernels("barriers", BARRIERS)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 1), (1, 5, 2), (2, 2, 4), (1, 15, 2)], ids=str)

@@ -77,7 +77,19 @@ def test_programmatic_edges_wait_for_what_is_before_them(
             equal(row.numpy(), want)
 
 
-COOPERATIVE = r"""
+RELAY = r"""
+__global__ void relay(const u32* x, u32* y, u32* arrived, int rounds) {
+  const u32 threads = gridDim.x * blockDim.x;
+  y[thread()] = x[thread()];
+#pragma unroll 1
+  for (int r = 1; r < rounds; ++r) {
+    sync_grid(arrived);
+    const u32 from = (thread() + r * blockDim.x + 1) % threads;
+    y[r * threads + thread()] = 31 * y[(r - 1) * threads + from] + r;
+  }
+}
+"""
+OWN_BARRIER = r"""
 // A barrier of the grid: it counts on, and is never reset.
 __device__ void sync_grid(u32* arrived) {
   __syncthreads();
@@ -93,30 +105,37 @@ __device__ void sync_grid(u32* arrived) {
   }
   __syncthreads();
 }
-
-__global__ void relay(const u32* x, u32* y, u32* arrived, int rounds) {
-  const u32 threads = gridDim.x * blockDim.x;
-  y[thread()] = x[thread()];
-#pragma unroll 1
-  for (int r = 1; r < rounds; ++r) {
-    sync_grid(arrived);
-    const u32 from = (thread() + r * blockDim.x + 1) % threads;
-    y[r * threads + thread()] = 31 * y[(r - 1) * threads + from] + r;
-  }
-}
+"""
+COOPERATIVE_GROUPS = r"""
+#include <cooperative_groups.h>
+__device__ void sync_grid(u32*) { cooperative_groups::this_grid().sync(); }
 """
 
 
-@kernels("cooperative", COOPERATIVE)
+@kernels("cooperative", OWN_BARRIER + RELAY)
 @pytest.mark.parametrize("shape", [(1, 32), (2, 96), (33, 64), (132, 32)], ids=str)
 def test_a_cooperative_grid_meets(run: Kernels, words: RandomWords, shape: tuple[int, int]) -> None:
-    blocks, threads = shape
-    rounds, x = 6, words(blocks * threads)
-    y, arrived = blank(rounds, x.size), np.zeros(1, np.uint32)
-    _, found, count = run("relay", x, y, arrived, rounds, grid=blocks, block=threads, cooperative=True)
+    assert relayed(run, words, *shape) == shape[0] * (ROUNDS - 1)
+
+
+@kernels("cooperative groups", COOPERATIVE_GROUPS + RELAY)
+@pytest.mark.parametrize("shape", [(1, 32), (33, 64)], ids=str)
+def test_the_grid_of_cooperative_groups_meets(run: Kernels, words: RandomWords, shape: tuple[int, int]) -> None:
+    relayed(run, words, *shape)
+    relayed(run, words, *shape)
+
+
+ROUNDS = 6
+
+
+def relayed(run: Kernels, words: RandomWords, blocks: int, threads: int) -> int:
+    """Run ``relay`` and look at what it leaves; gives what its own barrier has counted."""
+    x = words(blocks * threads)
+    y, arrived = blank(ROUNDS, x.size), np.zeros(1, np.uint32)
+    _, found, count = run("relay", x, y, arrived, ROUNDS, grid=blocks, block=threads, cooperative=True)
     row = x
-    for r in range(rounds):
+    for r in range(ROUNDS):
         if r:
             row = np.uint32(31) * np.roll(row, -(r * threads + 1)) + np.uint32(r)
         equal(found[r], row, err_msg=f"round {r}")
-    assert count[0] == blocks * (rounds - 1)
+    return int(count[0])

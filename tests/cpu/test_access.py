@@ -42,6 +42,39 @@ def test_copies_of_threads_take_what_the_same_kernel_has_stored(
     np.testing.assert_array_equal(run(body, given, 2, mode=mode), np.tile(value, (2, 1)))
 
 
+def test_a_cache_policy_changes_nothing() -> None:
+    """Of loads, stores, atomics and copies, with and without other operands after the address."""
+    value = RANDOM.integers(0, 1 << 30, 32, dtype=np.uint32)
+    body = """
+    createpolicy.fractional.L2::evict_last.b64 %w1, 0f3F000000;
+    createpolicy.fractional.L2::evict_last.L2::evict_unchanged.b64 %w2;
+    createpolicy.range.global.L2::evict_last.L2::evict_first.b64 %w3, [%out], 64, 128;
+    st.global.L2::cache_hint.b32 [%out], 7, %w1;
+    atom.global.add.L2::cache_hint.u32 %r0, [%out], %a0, %w2;
+    atom.global.cas.L2::cache_hint.b32 %d2, [%out], %lane, 1, %w2;
+    red.global.add.L2::cache_hint.u32 [%out], 1, %w3;
+    ld.global.L1::evict_first.L2::cache_hint.b32 %d0, [%out], %w1;
+    mov.u32 %r1, tile; mul.lo.u32 %r2, %lane, 16; add.u32 %r1, %r1, %r2;
+    and.b64 %w4, %out, -16;
+    cp.async.cg.shared.global.L2::cache_hint [%r1], [%w4], 16, %w1;
+    cp.async.ca.shared.global.L2::cache_hint [%r1+512], [%out], 4, 0, %w1;
+    cp.async.wait_all; bar.warp.sync -1;
+    and.b32 %r2, %lane, -4; sub.u32 %r3, %lane, %r2; shl.b32 %r3, %r3, 2; add.u32 %r3, %r1, %r3;
+    ld.shared.b32 %d1, [%r3]; ld.shared.b32 %r4, [%r1+512]; add.u32 %d1, %d1, %r4;
+    setp.ne.u32 %p1, %lane, 0; @%p1 bra WAIT;
+    mov.u32 %r5, tile; mbarrier.init.shared.b64 [%r5+2040], 1;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r5+2040], 128;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
+        [%r5+1024], [%out], 128, [%r5+2040], %w1;
+    WAIT: bar.warp.sync -1;
+    mov.u32 %r5, tile; shl.b32 %r6, %lane, 2; add.u32 %r6, %r5, %r6; ld.shared.b32 %d3, [%r6+1024];
+    """
+    found = run(body, value[None], 4)
+    want = value + np.uint32(8)
+    for row, expected in zip(found, (want, want, value + np.uint32(7), want), strict=True):
+        np.testing.assert_array_equal(row, expected)
+
+
 SUBNORMAL, LEAST = 0x00000003, 0x00800000  # LEAST: of the normal numbers
 
 

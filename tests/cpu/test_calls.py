@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -105,6 +106,33 @@ def neighbour() -> Iterator[Place]:
 
 
 # ---- names and results ---------------------------------------------------------------------------------------------
+
+
+def test_a_free_that_is_refused_says_of_what(place: Place) -> None:
+    def said(call: str, *args: Any) -> str:
+        with pytest.raises(dk.DriverError, match=rf"{call}: CUDA_ERROR_INVALID_VALUE") as told:
+            getattr(driver, call)(*args)
+        return re.sub("test_calls.py:[0-9]+", "HERE", str(told.value).partition("invalid value")[2])
+
+    address, pinned = int(driver.cuMemAlloc(100)), driver.cuMemHostAlloc(10, 0)
+    what = "100-byte device allocation made at HERE"
+    assert said("cuMemFree", address + 4) == f": {address + 4:#x} is 4 bytes into a {what}"
+    of_pinned = "is for another call to free: 10-byte pinned allocation made at HERE"
+    assert said("cuMemFree", pinned) == f": {pinned:#x} {of_pinned}"
+    driver.cuMemFreeHost(pinned)
+    driver.cuMemFree(address)
+    assert said("cuMemFree", address) == f": {address:#x} was freed at HERE: {what}"
+    assert said("cuMemAlloc", 0) == ""  # it is not about that
+    queued = int(driver.cuMemAllocAsync(100, place.stream))
+    place.launch("wait_for", int(place.memory), 1)
+    driver.cuMemFreeAsync(queued, place.stream)  # which has not come to it yet
+    what = "100-byte pool allocation made at HERE"
+    assert said("cuMemFreeAsync", queued, place.stream) == f": {queued:#x} was freed at HERE: {what}"
+    other = driver.cuStreamCreate(1)
+    driver.cuStreamWriteValue32(other, place.memory, 1, 0)
+    driver.cuStreamSynchronize(place.stream)
+    driver.cuStreamDestroy(other)
+    assert said("cuMemFreeAsync", queued, place.stream) == f": {queued:#x} was freed at HERE: {what}"
 
 
 def test_enums_and_structs_are_the_bindings_own() -> None:
@@ -273,7 +301,7 @@ def test_a_fault_is_told_by_every_later_call_until_the_reset(place: Place, neigh
     assert "kernel store" in report
     assert "0x40" in report
     assert cpu.explain(cpu.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS) == report
-    assert cpu.explain("CUDA_ERROR_INVALID_VALUE") is None
+    assert cpu.explain("CUDA_ERROR_ECC_UNCORRECTABLE") is None
     driver.cuCtxSetCurrent(neighbour.context)
     neighbour.launch("store", int(neighbour.memory), 3)
     assert neighbour.read() == [3], "other devices go on"

@@ -74,6 +74,90 @@ def test_what_is_an_image(text: str, result: str) -> None:
         assert cpu.explain(found[0])
 
 
+REFUSED = {  # what a kernel may not have, and what is said of it
+    "frob.u32 %r1, %r2;": "frob.u32 is not supported",
+    "add.u32 %r1, %r2;": "add.u32: these operands and modifiers are not understood",
+    "add.rn.f33 %f1, %f2, %f3;": "add.rn.f33: these operands and modifiers are not understood",
+    "mov.u32 %r1;": "mov.u32: these operands and modifiers are not understood",
+    "ld %r1, [%rd1];": "ld: these operands and modifiers are not understood",
+    "bra;": "bra: no label is named",
+    "bra nowhere;": "there is no label nowhere",
+    "brx.idx %r1, nowhere;": "there is no label nowhere",
+    "tex.1d.v4.f32.s32 {%f1, %f2, %f3, %f4}, [%rd1, {%r1}];": "tex.1d.v4.f32.s32 is not supported",
+    "suld.b.a2d.b32.trap {%r1}, [%rd1, {%r1, %r2, %r3, %r4}];": "suld.b.a2d.b32.trap is not supported",
+    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3}], [%r4];": (
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes is not supported "
+        "(tensor maps are not executed)"
+    ),
+    "wgmma.fence.sync.aligned;": "wgmma.fence.sync.aligned is not supported",
+    "wmma.store.d.sync.aligned.row.m16n16k16.global.f32 [%rd1], {%f1, %f2, %f3, %f4, %f1, %f2, %f3, %f4}, %r1;": (
+        "wmma.store.d.sync.aligned.row.m16n16k16.global.f32 is not supported"
+    ),
+    "{ .param .b32 p; made: .callprototype _ (.param .b32 _); call %rd1, (p), made; }": (
+        "calls through pointers are not executed"
+    ),
+    "{ .param .b64 p, q; call (q), malloc, (p); }": "malloc on the device is not executed",
+    "{ .param .b64 p; call free, (p); }": "malloc on the device is not executed",
+    "{ .param .b64 p; call (p), cudaGetParameterBufferV2, (p); }": "launches from the device are not executed",
+    "call;": "a call names a function",
+    "call _Z5otherv;": "calls other, which is not defined",
+    "call _Z5againi;": "again calls itself: recursion is not executed",
+}
+
+
+@pytest.mark.parametrize(("instruction", "why"), REFUSED.items(), ids=range(len(REFUSED)))
+def test_what_is_refused_is_named_with_kernel_and_line(instruction: str, why: str) -> None:
+    text = f"""{HEAD}
+.func _Z5otherv;
+.func _Z5againi() {{
+.loc 1 7 3
+call _Z5againi;
+ret; }}
+.visible .entry _ZN5inner5scaleIfLi4EEEvPT_() {{
+.reg .b64 %rd<5>; .reg .b32 %r<5>; .reg .f32 %f<5>;
+.loc 1 7 3
+{instruction}
+.loc 1 8 3
+ret; }}
+.file 1 "/at/home/kernels.cu"
+"""
+    found = cpu.cuModuleLoadData(text.encode() + b"\0")
+    assert code(found) == "INVALID_PTX"
+    assert cpu.explain(found[0]) == f"kernels.cu:7: kernel inner::scale<float, 4>: {why}"
+
+
+def test_files_are_called_by_what_tells_them_apart() -> None:
+    text = f"""{HEAD}
+.visible .entry k() {{
+.reg .b32 %r<5>;
+.loc FILE 3 1
+frob %r1;
+ret; }}
+.file 1 "/at/home/one/kernels.cu"
+.file 2 "/at/home/two/kernels.cu"
+.file 3 "/at/home/one/helpers.cuh"
+.file 4 "helpers.cuh"
+.file 5 "/at/home/alone.cuh"
+"""
+    said = []
+    for number in "12345":
+        found = cpu.cuModuleLoadData(text.replace("FILE", number).encode() + b"\0")
+        said.append((cpu.explain(found[0]) or "").split(":")[0])
+    assert said == ["one/kernels.cu", "two/kernels.cu", "one/helpers.cuh", "helpers.cuh", "alone.cuh"]
+
+
+def test_text_that_ends_too_early_is_refused() -> None:
+    for text in (".visible .entry k() { ret;", ".visible .entry k() { add.u32 1,", ".visible .entry k("):
+        assert code(cpu.cuModuleLoadData((HEAD + text).encode() + b"\0")) == "INVALID_PTX"
+
+
+def test_the_address_of_a_function_is_no_variables() -> None:
+    found = cpu.cuModuleLoadData(f"{HEAD}.func _Z1fv() {{ ret; }} .visible .global .u64 table = _Z1fv;\0".encode())
+    assert code(found) == "INVALID_PTX"
+    said = "variable table holds the address of f: calls through pointers are not executed"
+    assert cpu.explain(found[0]) == said
+
+
 # ---- libraries -----------------------------------------------------------------------------------------------------
 
 

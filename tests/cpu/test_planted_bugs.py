@@ -32,6 +32,31 @@ __global__ void half(float* y, int all) {
   if (all || threadIdx.x % 2) __syncthreads();  // LINE half
   y[threadIdx.x] = 1.f;
 }
+__global__ void between(float* y, int n) {
+  float value = 1.f;
+  if (threadIdx.x < n) __syncthreads();  // LINE between
+  else value = y[threadIdx.x] + 2.f;
+  y[threadIdx.x] = value;
+}
+__global__ void unordered(float* y, int waits) {
+  __shared__ float tile[64];
+  tile[threadIdx.x] = threadIdx.x;
+  if (waits) __syncthreads();
+  y[threadIdx.x] = tile[63 - threadIdx.x];  // LINE unordered
+}
+__device__ void copy(float4* target, const float4* source);
+__global__ void copied(float* y, const float* x) {
+  __shared__ float4 tile[32];
+  copy(tile + threadIdx.x, (const float4*)x + threadIdx.x);  // LINE copied
+  y[threadIdx.x] = tile[threadIdx.x].x;
+}
+__global__ void bulk(float* y, int target, int source) {
+  __shared__ __align__(128) char tile[256];
+  if (threadIdx.x == 0)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 64, [%2];"
+                 :: "r"((unsigned)__cvta_generic_to_shared(tile + target)), "l"((char*)y + source),
+                    "r"((unsigned)__cvta_generic_to_shared(tile + 128)) : "memory");  // LINE bulk
+}
 __global__ void meet(int* arrived, int ranks) {
   if (threadIdx.x == 0) {
     atomicAdd(arrived, 1);
@@ -54,6 +79,12 @@ __global__ void stack(float* y, int n) {
   y[threadIdx.x] = own[(threadIdx.x + 7) % 8];  // LINE stack
 }
 __global__ void check(const int* x) { if (*x) __trap(); }  // LINE check
+#line 1 "copies.cuh"
+__device__ void copy(float4* target, const float4* source) {
+  unsigned to = (unsigned)__cvta_generic_to_shared(target);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(source) : "memory");
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
 """
 LINES = {
     match[1]: number
@@ -95,14 +126,16 @@ def refused(device: dk.Device, name: str, args: Any, code: str, *said: str, grid
     return report
 
 
-def test_one_past_the_end(victim: dk.Device) -> None:
-    x, y = victim.array(np.ones(1000, np.float32)), victim.zeros(1000, np.float32)
+@pytest.mark.parametrize(("count", "verb"), [(1000, "reads"), (1001, "writes")])
+def test_one_past_the_end(victim: dk.Device, count: int, verb: str) -> None:
+    x, y = victim.array(np.ones(count, np.float32)), victim.zeros(1000, np.float32)
     launched(victim, "past_the_end", (y, x, 1000, 0), grid=4, block=256)
     report = refused(
         victim,
         "past_the_end",
         (y, x, 1000, 1),
         "ILLEGAL_ADDRESS",
+        f"{verb} 4 bytes at",
         "0 bytes past the end of a 4000-byte",
         grid=4,
         block=256,
@@ -136,14 +169,52 @@ def test_a_read_before_the_copy_is_awaited(victim: dk.Device) -> None:
 def test_a_barrier_that_half_a_warp_skips(victim: dk.Device) -> None:
     y = victim.zeros(32, np.float32)
     launched(victim, "half", (y, 1))
-    refused(victim, "half", (y, 0), "LAUNCH_FAILED", "not all threads of the warp come to this barrier")
+    odd, even = (f"lanes {', '.join(map(str, range(first, 32, 2)))}" for first in (1, 0))
+    said = f"not all threads of the warp come to this barrier: {odd} do; {even} at planted.cu:{LINES['half'] + 1} ("
+    refused(victim, "half", (y, 0), "LAUNCH_FAILED", said)
+
+
+def test_a_barrier_between_two_ways_to_shared_code(victim: dk.Device) -> None:
+    y = victim.zeros(32, np.float32)
+    launched(victim, "between", (y, 32))
+    refused(victim, "between", (y, 5), "LAUNCH_FAILED", "come to this barrier: lanes 0-4 do; lanes 5-31 at planted.cu:")
+
+
+def test_a_missing_barrier_before_shared_memory_is_read(victim: dk.Device) -> None:
+    y = victim.zeros(64, np.float32)
+    launched(victim, "unordered", (y, 1), block=64)
+    said = "reads 4 bytes", "nothing was written yet", "a barrier is missing", "byte 252 of 256 bytes of shared memory"
+    refused(victim, "unordered", (y, 0), "ILLEGAL_ADDRESS", *said, block=64)
+
+
+def test_a_copy_that_reads_past_the_end(victim: dk.Device) -> None:
+    """Told with the address that it reads, at the line of the header and of the kernel."""
+    y = victim.zeros(32, np.float32)
+    launched(victim, "copied", (y, victim.array(np.ones(128, np.float32))))
+    x = victim.array(np.ones(120, np.float32))
+    said = "reads 16 bytes at", "0 bytes past the end of a 480-byte", "thread (30, 0, 0)"
+    report = refused(victim, "copied", (y, x), "ILLEGAL_ADDRESS", *said)
+    assert f"copies.cuh:3 inlined at planted.cu:{LINES['copied']} (cp.async.cg.shared.global)" in report
+
+
+@pytest.mark.parametrize(("target", "source"), [(0, 4), (4, 0)])
+def test_a_bulk_copy_that_is_misaligned(victim: dk.Device, target: int, source: int) -> None:
+    y = victim.zeros(64, np.float32)
+    said = f"{'reads' if source else 'writes'} 64 bytes", "address and size have to be multiples of 16"
+    report = refused(victim, "bulk", (y, target, source), "MISALIGNED_ADDRESS", *said)
+    assert ("shared memory" in report) == bool(source == 0)
 
 
 def test_a_rank_that_is_never_launched(victim: dk.Device) -> None:
     arrived = victim.zeros(1, np.int32)
     launched(victim, "meet", (arrived, 3), grid=3)
     arrived.fill(0)
-    refused(victim, "meet", (arrived, 3), "LAUNCH_TIMEOUT", "deadlock: nothing in flight can go on", grid=2)
+    report = refused(victim, "meet", (arrived, 3), "LAUNCH_TIMEOUT", "deadlock: nothing in flight can go on", grid=2)
+    who = "block (0, 0, 0) warp 0 lanes 0, block (1, 0, 0) warp 0 lanes 0"
+    where = f"at planted.cu:{LINES['meet']} (ld.volatile.global.u32)"
+    seen = f"it sees 2 at {arrived.address:#x}, 0 bytes into a 4-byte device allocation made at test_planted_bugs.py:"
+    for said in (who, f"{where}, {seen}"):
+        assert said in report, report
 
 
 def test_a_barrier_and_a_flag_that_wait_for_each_other(victim: dk.Device) -> None:
@@ -177,7 +248,8 @@ def test_use_after_free(victim: dk.Device) -> None:
     launched(victim, "past_the_end", (y, stale, 64, 0), block=64)
     x.close()
     victim.synchronize()
-    refused(victim, "past_the_end", (y, stale, 64, 0), "ILLEGAL_ADDRESS", "which was freed", block=64)
+    said = ("kernel past_the_end, planted.cu", "which was freed at test_planted_bugs.py:")
+    refused(victim, "past_the_end", (y, stale, 64, 0), "ILLEGAL_ADDRESS", *said, block=64)
 
 
 def test_use_after_a_graph_freed_it(victim: dk.Device) -> None:
@@ -211,6 +283,27 @@ def test_use_after_a_graph_freed_it(victim: dk.Device) -> None:
             reset(victim)
     assert "which was freed by its graph" in str(told.value)
     assert f"planted.cu:{LINES['past_the_end']}" in str(told.value)
+
+
+def test_memory_of_a_graph_that_was_not_written_since_it_was_allocated(victim: dk.Device) -> None:
+    kernel = victim.module(dk.Source.from_text(SOURCE, "planted.cu")).kernel("past_the_end")
+    y = victim.zeros(64, np.float32)
+    graph = dk.Graph(victim, "undefined")
+    alloc = graph.alloc(64, np.float32, name="alloc")
+    fill = graph.memset(alloc.buffer[:63], 1.0, after=alloc, name="most")
+    last = graph.memset(alloc.buffer[63:], 1.0, after=fill, name="last")
+    use = graph.kernel(kernel, grid=1, block=64, args=(y, alloc.buffer, 64, 0), after=last)
+    graph.free(alloc, after=use)
+    with victim.stream() as stream, graph, graph.instantiate() as exe:
+        exe.launch(stream)
+        stream.synchronize()
+        exe["last"].disable()  # what the launch before wrote there is gone
+        exe.launch(stream)
+        with pytest.raises(dk.DriverError, match=r"where nothing was written: 252 bytes into a 256-byte graph") as told:
+            stream.synchronize()
+        reset(victim)
+    assert f"planted.cu:{LINES['past_the_end']}" in str(told.value)
+    assert "thread (63, 0, 0)" in str(told.value)
 
 
 def test_a_broken_device_says_why_and_a_reset_mends_it(victim: dk.Device) -> None:

@@ -180,6 +180,58 @@ def test_lanes_that_have_returned_early_are_absent(barrier: str, negated: bool) 
     np.testing.assert_array_equal(found[0], np.where(LANES < 20, (1 << 20) - 1, 0xEEEEEEEE))
 
 
+@pytest.mark.parametrize("leave", ["@%p1 bra END;", "@!%p1 bra MORE; bra END; MORE:", "@!%p1 bra MORE; ret; MORE:"])
+def test_lanes_that_return_in_a_loop_are_absent(leave: str) -> None:
+    body = f"""
+    mov.b32 %r0, 20;
+    AGAIN: setp.ge.u32 %p1, %lane, %r0;
+    {leave}
+    bar.sync 0; vote.sync.ballot.b32 %d0, 1, -1; st.global.u32 [%out], %d0;
+    sub.u32 %r0, %r0, 1; setp.ne.u32 %p2, %r0, 0; @%p2 bra AGAIN;
+    END: ret;
+    """
+    expected = np.where(LANES < 20, (2 << LANES) - 1, 0xEEEEEEEE)
+    np.testing.assert_array_equal(run(body)[0], expected)
+
+
+@pytest.mark.parametrize("first", ["@%p1 bra LEAVE;", "@!%p1 bra STAY; bra LEAVE;"])
+def test_lanes_that_vote_before_they_return_are_absent(first: str) -> None:
+    body = f"""
+    setp.ge.u32 %p1, %lane, 20;
+    {first}
+    STAY: bar.sync 0; vote.sync.ballot.b32 %d0, 1, -1; st.global.u32 [%out], %d0; ret;
+    LEAVE: vote.sync.ballot.b32 %d0, 1, 0xfff00000; st.global.u32 [%out], %d0; ret;
+    """
+    np.testing.assert_array_equal(run(body)[0], np.where(LANES < 20, (1 << 20) - 1, 0xFFF00000))
+
+
+def test_lanes_that_return_by_a_table_are_absent() -> None:
+    body = """
+    setp.ge.u32 %p1, %lane, 20; selp.b32 %r0, 1, 0, %p1;
+    TABLE: .branchtargets STAY, END;
+    brx.idx %r0, TABLE;
+    STAY: bar.sync 0; vote.sync.ballot.b32 %d0, 1, -1; st.global.u32 [%out], %d0;
+    END: ret;
+    """
+    np.testing.assert_array_equal(run(body)[0], np.where(LANES < 20, (1 << 20) - 1, 0xEEEEEEEE))
+
+
+@pytest.mark.parametrize("mode", ["checked", "explored"])
+def test_lanes_that_return_after_a_store_are_absent(mode: str) -> None:
+    """Those of two branches that go to one store, and then from there to a ``ret`` that they share with the others."""
+    body = """
+    setp.ge.u32 %p1, %lane, 25; setp.ge.u32 %p2, %lane, 20;
+    @%p1 bra LEAVE; bra MORE;
+    MORE: @!%p2 bra STAY;
+    LEAVE: st.volatile.global.u32 [%out], 7; bra END;
+    STAY: bar.sync 0; vote.sync.ballot.b32 %d0, 1, -1; st.volatile.global.u32 [%out], %d0;
+    END: ret;
+    """
+    found = run(body, mode=mode)[0]
+    if mode == "checked":  # else the stores are still on their way
+        np.testing.assert_array_equal(found, np.where(LANES < 20, (1 << 20) - 1, 7))
+
+
 def test_lanes_that_a_block_does_not_have_are_absent() -> None:
     found = run("vote.sync.ballot.b32 %d0, 1, -1; activemask.b32 %d1;", results=2, threads=12)
     np.testing.assert_array_equal(found, (1 << 12) - 1)

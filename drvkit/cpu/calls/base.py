@@ -45,6 +45,7 @@ __all__ = [
     "kernel_of",
     "node_of",
     "number_of",
+    "report",
     "saw",
     "state",
     "stream_of",
@@ -70,13 +71,13 @@ class State:
         self.pool_of: dict[int, Pool] = {}  # by address
         self.freeing: set[int] = set()  # addresses of which the free has not come yet, in the order of a stream
         self.graph_memory: dict[int, GraphMemory] = {}  # by address
-        self.reports: dict[str, str] = {}  # by result code
 
 
 class ThreadState(threading.local):
     def __init__(self) -> None:
         self.contexts: list[Context | None] = [None]  # the current one is the last
         self.streams: dict[Context, Stream] = {}  # default streams of the thread
+        self.reports: dict[str, str] = {}  # of its newest failures, by result code
 
 
 state = State()
@@ -110,7 +111,7 @@ def call(outputs: int = 0, *, locked: bool = True) -> Callable[[Callable[..., An
                 else:
                     result = function(*args)
             except RefusedError as refused:
-                return (code_of(refused.code), *nothing)
+                return (report(refused), *nothing)
             return (OK, result) if outputs == 1 else (OK, *result) if outputs else (OK,)
 
         return call
@@ -123,6 +124,13 @@ def enter() -> None:
         raise RefusedError("NOT_INITIALIZED")
     if machine.is_own_thread():
         raise RefusedError("NOT_PERMITTED")
+
+
+def report(refused: RefusedError) -> Any:
+    """The result code of a refusal, whose reason is kept for this thread to ask for."""
+    code = code_of(refused.code)
+    thread_state.reports[code.name] = refused.why
+    return code
 
 
 def code_of(name: str) -> Any:

@@ -18,6 +18,8 @@ from ..operations import (
     SHARED_PER_MULTIPROCESSOR,
     SHARED_WITHOUT_ASKING,
 )
+from ..order import tracker
+from ..program import usual_mode
 from ..streams import GREATEST_PRIORITY, LEAST_PRIORITY, Context, guard_context
 from .base import (
     DEVICES,
@@ -174,6 +176,8 @@ def cuDeviceGetP2PAttribute(attribute: Any, source: Any, target: Any) -> int:
 @call(1)
 def cuDevicePrimaryCtxRetain(device: Any) -> Any:
     number = device_of(device)
+    if usual_mode() == "raced":  # there may be copies and fills before there is a module
+        tracker.begin()
     context = state.contexts.get(number)
     if context is None:
         context = state.contexts[number] = Context(number)

@@ -85,12 +85,11 @@ def load_image(data: bytes, name: str = "") -> Any:
 
 @contextmanager
 def _images_refused() -> Iterator[None]:
-    """What is wrong with an image is told, and kept for whoever asks."""
+    """What is wrong with an image is told."""
     try:
         yield
     except ImageError as error:
-        state.reports[error.code] = str(error)
-        raise RefusedError(error.code.removeprefix("CUDA_ERROR_")) from None
+        raise RefusedError(error.code.removeprefix("CUDA_ERROR_"), str(error)) from None
 
 
 def _module(handle: Any) -> Module:

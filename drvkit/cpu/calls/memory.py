@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...lifetime import caller
 from ..handles import RefusedError
 from ..machine import machine
 from ..memory import Allocation, memory
@@ -90,7 +91,7 @@ def free(address: int, kinds: Sequence[str]) -> None:
     graph_memory = state.graph_memory.get(address)
     if graph_memory is not None and "pool" in kinds:
         if not graph_memory.held:
-            raise RefusedError("INVALID_VALUE")
+            raise RefusedError("INVALID_VALUE", f"{address:#x} is {memory.place(address)}")
         graph_memory.shut()
         graph_memory.hold(False)
         return
@@ -102,15 +103,18 @@ def free(address: int, kinds: Sequence[str]) -> None:
 def freeable(address: int, kinds: Sequence[str]) -> Allocation:
     """The allocation of one of these kinds that starts there, and that nobody freed."""
     allocation = memory.find(address)
-    if allocation is None or allocation.freed or allocation.address != address or allocation.kind not in kinds:
-        raise RefusedError("INVALID_VALUE")
-    if address in state.freeing:
-        raise RefusedError("INVALID_VALUE")
+    if allocation is None or allocation.address != address:
+        raise RefusedError("INVALID_VALUE", f"{address:#x} is {memory.place(address)}")
+    if allocation.freed or address in state.freeing:
+        raise RefusedError("INVALID_VALUE", f"{address:#x} was freed at {allocation.freed_at}: {allocation}")
+    if allocation.kind not in kinds:
+        raise RefusedError("INVALID_VALUE", f"{address:#x} is for another call to free: {allocation}")
     return allocation
 
 
 def give_back(allocation: Allocation, *, in_order: bool) -> None:
     """Count it as free. ``in_order``: of a stream."""
+    allocation.freed_at = caller()
     pool = state.pool_of.pop(allocation.address, None)
     if pool is not None:
         pool.give_back(allocation.nbytes, in_order=in_order)

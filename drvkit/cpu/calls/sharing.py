@@ -174,7 +174,7 @@ def cuMemFreeAsync(pointer: Any, stream: Any) -> None:
             queue.queue(Act(device, f"free of {address:#x}", graph_memory.shut))
             graph_memory.hold(False)
         else:
-            raise RefusedError("INVALID_VALUE")
+            raise RefusedError("INVALID_VALUE", f"{address:#x} is {memory.place(address)}")
         return
     if queue.capture is not None:
         raise RefusedError("INVALID_VALUE")

@@ -48,6 +48,8 @@ def _access(e: Lower, verb: str, addresses: Value, nbytes: int, values: Value, m
     place = constant("i32", e.place(e.i))
     at = e.buffer("i64")
     b.store(addresses, at, align=64)
+    if verb == "load":
+        e.look(addresses)
     arguments = [e.grid, at, mask_bits or e.mask_bits, values, place]
     suffix = "" if e.checks else "_unchecked"
     if e.weak and space_of(e.i) not in ("shared", "local", "param", "const"):
@@ -207,6 +209,7 @@ def atomic_lanes(
     size = SIZES[type_]
     at = e.buffer("i64")
     b.store(addresses, at, align=64)
+    e.look(addresses)
     given = []
     for number, value in enumerate(values):
         given.append(e.buffer(f"[{size} x i8]", WARP + number))  # a buffer of its own for each
@@ -232,8 +235,24 @@ def atomic_lanes(
         operands = [b.load(kind, b.at(each, index, kind), align=1) for each in given]
         before = _atomic(e, operation, type_, pointer, operands)
         b.store(before, b.at(old, index, kind), align=1)
+        _note_change(e, address, pointer, b.cast("bitcast", before, f"i{8 * size}"))
     watch(e, at, size, Access.READS | Access.WRITES, mask_bits)
     return b.load(vector(kind, WARP), old, align=64)
+
+
+def _note_change(e: Lower, address: Value, pointer: Value, before: Value) -> None:
+    """Who polls may find something new where an atomic changed memory; not where another one has undone that."""
+    b = e.b
+    change = b.op("sub", b.load(before.type, pointer, align=1), before)
+    if before.type == "i128":
+        change = b.op("add", change, b.op("mul", b.op("lshr", change, constant("i128", 64)), constant("i128", _ODD)))
+    factor = b.op("mul", address, constant("i64", _ODD))
+    factor = b.op("mul", b.op("xor", factor, b.op("lshr", factor, constant("i64", 29))), constant("i64", _ODD))
+    amount = b.op("mul", b.resize(change, "i64", signed=True), b.op("or", factor, constant("i64", 1)))
+    b.store(b.op("add", e.grid_field("stores"), amount), e.grid_place("stores"), align=8)
+
+
+_ODD = 0x9E3779B97F4A7C15  # of many bits, to tell addresses apart
 
 
 def _atomic(e: Lower, operation: str, type_: str, pointer: Value, values: Sequence[Value]) -> Value:
@@ -434,6 +453,12 @@ def getctarank(e: Lower, i: Instruction) -> None:
     if space_of(i) != "shared":
         value = b.op("sub", value, b.splat(e.shared_base, e.lanes))
     e.write(i.operands[0], b.resize(b.op("lshr", value, e.const(kind_of(type_), 18)), "i32"), "u32")
+
+
+@lowers("createpolicy")
+def createpolicy(e: Lower, i: Instruction) -> None:
+    """Whatever it is: nothing depends on a policy."""
+    e.write(i.operands[0], e.const("i64", 0), "b64")
 
 
 @lowers("prefetch", "prefetchu", "applypriority", "discard")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..flow import Block, Flow, holds, ordering
+from ..flow import Block, Flow, acts, holds, ordering, polls
 from ..ir import BRANCH_WEIGHTS, Builder, Value, constant, element, lanes_of, vector
 from ..ptx import (
     SIZES,
@@ -29,7 +29,7 @@ from ..ptx import (
     Variable,
     Vector,
 )
-from ..state import EXITED, HELD, REGISTERS, BlockState, Code, GridState, WarpState
+from ..state import EXITED, HELD, LOOKS, REGISTERS, BlockState, Code, GridState, LookState, WarpState
 
 __all__ = ["LOWERINGS", "WARP", "Lower", "UnsupportedError", "kind_of", "lowers"]
 
@@ -73,7 +73,7 @@ class Lower:
         weak: whether stores are buffered, and the warp stops where others may notice something.
         raced: whether races are looked for.
         places: instructions that may fault or stop, by the number that the runtime gets.
-        stands: of each block, the place of its first instruction.
+        stands: of each block, the place of the first instruction that does more than compute.
         held: of each block, the place of the bar.warp.sync after which lanes go on with it, or -1.
     """
 
@@ -149,22 +149,25 @@ class Lower:
         self.crossing = sorted(
             frozenset().union(*(block.live_in for block in flow.blocks)), key=lambda register: register.name
         )
-        # What crosses blocks is kept in slots that LLVM makes registers of, and saved wherever the warp may stop. In a long
-        # kernel that is a long piece of code at very many places: there the slots are what would be saved.
+        # What crosses blocks is kept in slots that LLVM makes registers of, and saved wherever the warp may stop. In a
+        # long kernel that is a long piece of code at very many places: there the slots are what would be saved.
         self.in_place = len(self.crossing) * len(flow.blocks) > SAVES
         self.register_offsets: dict[Register, int] = {}
         offset = REGISTERS
         for register in self.crossing:
             self.register_offsets[register] = offset
             offset += -(-max(SIZES[register.type], 1) * WARP // 64) * 64
-        self.warp_bytes = -(-offset // 64) * 64
+        self.looks_offset = offset
+        self.warp_bytes = -(-(offset + (LOOKS * ctypes.sizeof(LookState) if self.flow.polling else 0)) // 64) * 64
         self.starts = {0}  # blocks at which a warp may stop with all its lanes
         self._entry()
         self._dispatch()
         for number, block in enumerate(flow.blocks):
             self._block(number, block)
         self._start()
-        self.stands = [self.place(block.instructions[0]) for block in flow.blocks]
+        self.stands = [
+            self.place(next(filter(acts, block.instructions), block.instructions[0])) for block in flow.blocks
+        ]
         self.held = [-1] * len(flow.blocks)
         for block in flow.blocks:
             if block.last is not None and holds(block.last):
@@ -333,12 +336,17 @@ class Lower:
         lowering = LOWERINGS.get(".".join((i.opcode, *i.modifiers[:1]))) or LOWERINGS.get(i.opcode)
         if lowering is None:
             raise self.unsupported(i)
-        lowering(self, i)
+        try:
+            lowering(self, i)
+        except PtxError:
+            raise
+        except Exception as error:  # lowerings take it for granted that instructions are as the ISA has them
+            raise self.flow.error(i, f"{i.name}: these operands and modifiers are not understood") from error
 
     def unsupported(self, i: Instruction | None = None, why: str = "") -> UnsupportedError:
         i = i or self.i
         reason = f" ({why})" if why else ""
-        return UnsupportedError(f"{i.where}: kernel {self.flow.kernel.name}: {i.name} is not supported{reason}")
+        return UnsupportedError(f"{i.where}: kernel {self.flow.kernel.label}: {i.name} is not supported{reason}")
 
     # Control flow
 
@@ -461,6 +469,10 @@ class Lower:
         b.store(b.load(f"<{WARP} x i32>", self.pc_slot, align=128), self.warp, align=64)
         b.store(constant("i32", together), self.warp_place("together"), align=4)
         b.store(constant("i32", self.place(i or self.current.last or self.i)), self.warp_place("place"), align=4)
+        if self.flow.polling and code in (Code.POLLING, Code.SLICED):
+            looks = self.warp_field("looking") if code == Code.POLLING and i is None else constant("i32", 0)
+            b.store(looks, self.warp_place("looked"), align=4)
+            b.store(constant("i32", 0), self.warp_place("looking"), align=4)
         for register in () if self.in_place else saved:
             place = b.at(self.warp, self.register_offsets[register])
             value = b.load(vector(self.kind(register), WARP), self.slots[register], align=64)
@@ -475,6 +487,19 @@ class Lower:
         self._write_back(self.current.live_out)
         self.stop_at(self.current.successors[0], code, i=i)
         self.ended = True
+
+    def look(self, addresses: Value) -> None:
+        """The current instruction looks at memory: where a loop waits for what others do there, a report tells it."""
+        if self.number not in self.flow.waiting or not polls(self.i):
+            return
+        b, count = self.b, self.warp_field("looking")
+        index = b.call("i32", "llvm.umin.i32", count, constant("i32", LOOKS - 1))
+        offset = b.op("mul", index, constant("i32", ctypes.sizeof(LookState)))
+        entry = b.at(b.at(self.warp, self.looks_offset), b.cast("zext", offset, "i64"))
+        b.store(constant("i32", self.place(self.i)), self._place(entry, LookState, "place", 0), align=4)
+        b.store(self.mask_bits, self._place(entry, LookState, "mask", 0), align=4)
+        b.store(addresses, self._place(entry, LookState, "addresses", 0), align=8)
+        b.store(b.op("add", count, constant("i32", 1)), self.warp_place("looking"), align=4)
 
     def stay(self, condition: Value, i: Instruction) -> None:
         """Stop at the beginning of this block as long as ``condition`` (an i1) holds."""

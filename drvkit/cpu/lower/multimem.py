@@ -116,7 +116,7 @@ def _each_member(e: Lower, form: _Form, operand: Operand) -> Iterator[tuple[Valu
     number = b.load("i64", counter, align=8)
     lanes = b.call(
         "i32", "drvkit_multicast", e.grid, at, e.mask_bits, number, constant("i32", form.nbytes), found,
-        constant("i32", e.place(e.i)),
+        constant("i32", int(e.i.modifiers[0] == "st")), constant("i32", e.place(e.i)),
     )  # fmt: skip
     b.branch(b.compare("icmp eq", lanes, constant("i32", 0)), done, inside)
     b.label(inside)

@@ -174,6 +174,10 @@ def call(e: Lower, i: Instruction) -> None:
         values = load_bytes(e, _known(at[1]), 4)
         store_bytes(e, handle, 4, values)
         return
+    if name == "vprintf":  # the third place is where its result goes
+        result = i.operands[0]
+        assert isinstance(result, Vector)
+        at += [e.address(Memory(operand, 0), "param") for operand in result.elements if isinstance(operand, Symbol)]
     b.store(constant("i32", {"vprintf": 1, "__assertfail": 2}[name]), e.warp_place("host_call"), align=4)
     b.store(e.mask_bits, e.warp_place("host_mask"), align=4)
     for position, address in enumerate(at[:4]):
@@ -229,7 +233,7 @@ def cp(e: Lower, i: Instruction) -> None:
         if isinstance(given, Negated) or (isinstance(given, Register) and given.type == "pred"):
             ignored = e.read(given, "pred")
             amount = b.select(ignored, constant(amount.type, 0), amount)
-        elif not (isinstance(given, Register) and given.type == "b64"):  # a cache policy
+        else:
             amount = e.read(given, "u32")
     buffers = [e.buffer("i64", WARP), e.buffer("i64", WARP + 1), e.buffer("i32", WARP)]
     for buffer, value in zip(buffers, (targets, sources, amount), strict=True):
@@ -357,6 +361,12 @@ _PENDING, _EXPECTED, _PHASE, _BYTES = 0, 20, 40, 41
 _FIELD = (1 << 20) - 1
 
 
+def told(word: int) -> str:
+    """An mbarrier object, for a report."""
+    arrivals = f"{word & _FIELD} of {word >> _EXPECTED & _FIELD} arrivals"
+    return f"an mbarrier in phase {word >> _PHASE & 1}, to which {arrivals} and {word >> _BYTES} bytes are to come,"
+
+
 @lowers("mbarrier")
 def mbarrier(e: Lower, i: Instruction) -> None:
     b, verb = e.b, i.modifiers[0]
@@ -463,6 +473,7 @@ def _mbarrier_update(
         expected = b.op("and", b.op("lshr", word, constant("i64", _EXPECTED)), constant("i64", _FIELD))
         turned = b.op("or", b.op("xor", word, constant("i64", 1 << _PHASE)), expected)
         b.store(b.select(complete, turned, word), pointer, align=8)
+        _changed(e)
         if e.raced:
             arrives = b.compare("icmp ne", arrivals, constant("i64", 0))
             copied = constant("i1", int(e.i.opcode != "mbarrier"))
