@@ -418,6 +418,7 @@ class Flow:
     def _order(self, blocks: list[Block]) -> None:
         order, natural = _natural_loops(blocks)
         loops = {head: inside for head, (inside, _) in natural.items()}
+        aborts = _aborting(blocks)
         together: list[int] = []
         placed: set[int] = set()
 
@@ -426,8 +427,8 @@ class Flow:
                 if block in members and block not in placed:
                     placed.add(block)
                     together.append(block)
-                    if block in loops:
-                        place_all(loops[block] - {block})
+                    if block in loops:  # and what ends in a trap: who goes on may wait for its lanes meanwhile
+                        place_all(loops[block] - {block} | _reached(blocks, loops[block], aborts))
 
         place_all(set(order))
         number = {block: index for index, block in enumerate(together)}
@@ -612,6 +613,30 @@ def _reverse_post_order(blocks: list[Block]) -> list[int]:
             post.append(block)
             stack.pop()
     return post[::-1]
+
+
+def _aborting(blocks: list[Block]) -> set[int]:
+    """The blocks from which every way ends in a trap."""
+    aborting: set[int] = set()
+    size = -1
+    while size < len(aborting):
+        size = len(aborting)
+        for number, block in enumerate(blocks):
+            trap = block.last is not None and block.last.opcode == "trap"
+            if trap or (block.successors and aborting.issuperset(block.successors)):
+                aborting.add(number)
+    return aborting
+
+
+def _reached(blocks: list[Block], sources: set[int], within: set[int]) -> set[int]:
+    """The blocks of ``within`` to which a way inside of it leads from ``sources``."""
+    reached: set[int] = set()
+    pending = [*sources]
+    while pending:
+        new = within.intersection(blocks[pending.pop()].successors) - reached
+        reached |= new
+        pending += new
+    return reached
 
 
 def _meeting(i: Instruction) -> int:

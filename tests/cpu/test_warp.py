@@ -216,6 +216,20 @@ def test_lanes_that_return_by_a_table_are_absent() -> None:
     np.testing.assert_array_equal(run(body)[0], np.where(LANES < 20, (1 << 20) - 1, 0xEEEEEEEE))
 
 
+def test_a_trap_in_a_loop_is_told_before_others_wait_for_its_lanes() -> None:
+    body = """
+    mov.b32 %r0, 3;
+    AGAIN: add.u32 %r1, %lane, %r0;
+    setp.ne.u32 %p1, %r1, 9; @%p1 bra GOOD;
+    st.global.u32 [%out], 7; trap;
+    GOOD: vote.sync.ballot.b32 %d0, 1, -1;
+    sub.u32 %r0, %r0, 1; setp.ne.u32 %p2, %r0, 0; @%p2 bra AGAIN;
+    ret;
+    """
+    with pytest.raises(Fault, match=r"thread \(6, 0, 0\): the kernel gave up"):
+        run(body)
+
+
 @pytest.mark.parametrize("mode", ["checked", "explored"])
 def test_lanes_that_return_after_a_store_are_absent(mode: str) -> None:
     """Those of two branches that go to one store, and then from there to a ``ret`` that they share with the others."""
