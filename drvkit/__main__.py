@@ -4,7 +4,7 @@
     python -m drvkit explore SCRIPT [ARGUMENTS] --ranks 4 --schedules 1000
     python -m drvkit explore SCRIPT [ARGUMENTS] --ranks 4 --seed 17
 
-Exit codes: 0, all went well; 1, a finding; 2, a wrong command line.
+What its exit codes say is in `CODES`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,24 @@ import shlex
 import sys
 import time
 
-from .cpu.explore import Outcome, environment, explore, follow, run, summary
+from .cpu.explore import FAILED, FOUND, Outcome, environment, explore, failures, follow, run, summary
 
 __all__ = ["main"]
+
+CODES = """exit codes: 0, all went well; 1, a finding: of check, or a schedule of explore in which the script failed in
+whatever way; 2, a wrong command line; 3, no finding of check, but the script failed by itself: by an exception or its
+exit code"""
+VERDICTS = {0: "no finding", FOUND: "a finding", FAILED: "no finding, but the script failed"}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; gives its exit code."""
-    parser = argparse.ArgumentParser(prog="drvkit", description="Scripts on the CPU device, checked and explored.")
+    parser = argparse.ArgumentParser(
+        prog="drvkit", description="Scripts on the CPU device, checked and explored.", epilog=CODES
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("check", help="run a script with all checks")
-    search = commands.add_parser("explore", help="run a script under hostile schedules and weak memory")
+    check = commands.add_parser("check", help="run a script with all checks", epilog=CODES)
+    search = commands.add_parser("explore", help="run a script under hostile schedules and weak memory", epilog=CODES)
     for command in (check, search):
         command.add_argument("script", help="a Python file")
         command.add_argument("--ranks", type=_count, metavar="N", help="how many CPU devices there are (default 8)")
@@ -42,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _check(given.script, rest)
     if given.seed is not None:
         follow(given.seed)
-        return run(given.script, rest)
+        return FOUND if run(given.script, rest) else 0
     return _explore(given, rest)
 
 
@@ -56,34 +63,32 @@ def _count(text: str) -> int:
 def _check(script: str, arguments: list[str]) -> int:
     start = time.monotonic()
     code = run(script, arguments)
-    verdict = "no finding" if not code else "failed"
-    said = f"drvkit check: {shlex.join([script, *arguments])}: {verdict}; {time.monotonic() - start:.1f} s"
+    said = f"drvkit check: {shlex.join([script, *arguments])}: {VERDICTS[code]}; {time.monotonic() - start:.1f} s"
     print(said, file=sys.stderr)
-    return int(code != 0)
+    return code
 
 
 def _explore(given: argparse.Namespace, arguments: list[str]) -> int:
     outcomes: list[Outcome] = []
-    failed, start = 0, time.monotonic()
+    start = time.monotonic()
     seeds = range(given.schedules)
     runs = explore(lambda: run(given.script, arguments), seeds, jobs=given.jobs, timeout_s=given.timeout)
     with _Progress(given.schedules) as progress:
         for outcome in runs:
             outcomes.append(outcome)
-            failed += outcome.failed
-            if outcome.failed and failed == 1:
-                progress.hide()
-                print(f"seed {outcome.seed} failed:\n{outcome.said.rstrip()}\n", flush=True)
-            progress.show(len(outcomes), failed)
+            failed = failures(outcomes)
+            progress.show(len(outcomes), len(failed))
             if failed and given.until_failure:
                 runs.close()
                 break
+    if failed:
+        print(f"seed {failed[0].seed} failed:\n{failed[0].said.rstrip()}\n")
     print(f"{summary(outcomes)}; {time.monotonic() - start:.1f} s")
     if failed:
-        first = next(outcome.seed for outcome in outcomes if outcome.failed)
         ranks = f" --ranks {given.ranks}" if given.ranks else ""
-        print(f"again: python -m drvkit explore {shlex.join([given.script, *arguments])}{ranks} --seed {first}")
-    return int(failed > 0)
+        command = shlex.join([given.script, *arguments])
+        print(f"again: python -m drvkit explore {command}{ranks} --seed {failed[0].seed}")
+    return FOUND if failed else 0
 
 
 class _Progress:

@@ -26,7 +26,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from _pytest.runner import runtestprotocol
@@ -38,6 +38,7 @@ from .cpu.explore import (
     asked,
     environment,
     explore,
+    failures,
     first_line,
     follow,
     script_runs,
@@ -68,35 +69,39 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @dataclass(frozen=True)
 class _Runs:
-    """How often a test is to be run, and how."""
+    """How often a test is to be run, and how: the meaning of a marker with its arguments."""
 
     mode: str
     seeds: Sequence[int | None]
     ranks: int | None
     timeout: float
 
+    @staticmethod
+    def checked() -> _Runs:
+        return _Runs("raced", [None], None, math.inf)
 
-def _check() -> _Runs:
-    return _Runs("raced", [None], None, math.inf)
+    @staticmethod
+    def explored(*, schedules: int = 100, ranks: int | None = None, timeout: float = 60) -> _Runs:
+        given = [("schedules", schedules, int), ("timeout", timeout, int | float)]
+        for name, value, kind in given if ranks is None else [*given, ("ranks", ranks, int)]:
+            if not isinstance(value, kind) or value <= 0:
+                raise TypeError(f"{name}: wanted a positive number, got {value!r}")
+        return _Runs("explored", range(schedules), ranks, timeout)
 
 
-def _explore(*, schedules: int = 100, ranks: int | None = None, timeout: float = 60) -> _Runs:
-    for name, value, kinds in (("schedules", schedules, int), ("ranks", ranks, int), ("timeout", timeout, int | float)):
-        if (value is not None or name != "ranks") and (not isinstance(value, kinds) or value <= 0):
-            raise TypeError(f"{name}: wanted a positive number, got {value!r}")
-    return _Runs("explored", range(schedules), ranks, timeout)
+_MARKERS: dict[str, Callable[..., _Runs]] = {"drvkit_check": _Runs.checked, "drvkit_explore": _Runs.explored}
 
 
 def _runs(item: pytest.Item) -> list[_Runs]:
     """What its markers ask for."""
     found = []
-    for name, read in (("drvkit_check", _check), ("drvkit_explore", _explore)):
+    for name, read in _MARKERS.items():
         mark = item.get_closest_marker(name)
         if mark is not None:
             try:
                 found.append(read(*mark.args, **mark.kwargs))
             except TypeError as error:
-                said = str(error).replace(f"{read.__name__}()", "it")
+                said = str(error).replace(f"{read.__qualname__}()", "it")
                 raise pytest.fail.Exception(f"{item.nodeid}: marker {name}: {said}", pytrace=False) from None
     return found
 
@@ -110,7 +115,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         _replay(session, seed)
         return
     for item in session.items:
-        if isinstance(item, pytest.Function) and any(map(item.get_closest_marker, ("drvkit_check", "drvkit_explore"))):
+        if isinstance(item, pytest.Function) and any(map(item.get_closest_marker, _MARKERS)):
             item.__class__ = _Apart
 
 
@@ -141,9 +146,10 @@ class _Apart(pytest.Function):
                     outcomes.append(outcome)
             except ChildProcessError as error:
                 raise pytest.fail.Exception(f"the test was not run:\n{error}", pytrace=False) from None
-        first = next((outcome for outcome in outcomes if outcome.failed), None)
-        if first is None:
+        failed = failures(outcomes)
+        if not failed:
             return
+        first = failed[0]
         if first.seed is None:
             pytest.fail(f"{first.why}\n\n{first.said.rstrip().removesuffix(first.why)}", pytrace=False)
         test = shlex.quote(f"{os.path.relpath(self.path, params.dir)}::{name}")
@@ -251,32 +257,11 @@ def _must_be_unused(item: pytest.Item) -> None:
         raise pytest.UsageError(f"{item.nodeid}: set DRVKIT_CPU_DEVICES={ranks}: drvkit.cpu was imported before")
 
 
-class Explore(Protocol):
-    """The fixture `drvkit_explore`."""
+class Explore:
+    """The fixture `drvkit_explore`: the outcomes of a script under these schedules, as they come."""
 
     def __call__(
         self,
-        script: str | os.PathLike[str],
-        *arguments: str,
-        seeds: Sequence[int] = range(100),
-        ranks: int | None = None,
-        timeout: float = 60,
-    ) -> Generator[Outcome, None, None]: ...
-
-
-class Check(Protocol):
-    """The fixture `drvkit_check`."""
-
-    def __call__(
-        self, script: str | os.PathLike[str], *arguments: str, ranks: int | None = None, timeout: float = 60
-    ) -> Outcome: ...
-
-
-@pytest.fixture(scope="session")
-def drvkit_explore() -> Explore:
-    """``drvkit_explore(script, *arguments, seeds=range(100), ranks=None, timeout=60)``: the outcomes, as they come."""
-
-    def explore(
         script: str | os.PathLike[str],
         *arguments: str,
         seeds: Sequence[int] = range(100),
@@ -287,20 +272,27 @@ def drvkit_explore() -> Explore:
             os.fspath(script), arguments, seeds, mode="explored", ranks=ranks, jobs=_jobs(), timeout_s=timeout
         )
 
-    return explore
+
+class Check:
+    """The fixture `drvkit_check`: how a script ends with all checks."""
+
+    def __call__(
+        self, script: str | os.PathLike[str], *arguments: str, ranks: int | None = None, timeout: float = 60
+    ) -> Outcome:
+        (outcome,) = script_runs(os.fspath(script), arguments, [None], mode="raced", ranks=ranks, timeout_s=timeout)
+        return outcome
+
+
+@pytest.fixture(scope="session")
+def drvkit_explore() -> Explore:
+    """``drvkit_explore(script, *arguments, seeds=range(100), ranks=None, timeout=60)``: the outcomes, as they come."""
+    return Explore()
 
 
 @pytest.fixture(scope="session")
 def drvkit_check() -> Check:
     """``drvkit_check(script, *arguments, ranks=None, timeout=60)``: how a script ends with all checks."""
-
-    def check(
-        script: str | os.PathLike[str], *arguments: str, ranks: int | None = None, timeout: float = 60
-    ) -> Outcome:
-        (outcome,) = script_runs(os.fspath(script), arguments, [None], mode="raced", ranks=ranks, timeout_s=timeout)
-        return outcome
-
-    return check
+    return Check()
 
 
 def _jobs() -> int:

@@ -13,7 +13,7 @@ from ..native import lock
 
 __all__ = ["digest", "link", "machine_code", "runtime"]
 
-LEVEL = 2  # of optimization
+LONG = 400_000  # characters from which on code is compiled in half the time, and runs an eighth longer
 
 
 class _Host:
@@ -30,8 +30,8 @@ class _Host:
         self.target = llvm.Target.from_default_triple()
         self.engines: list[Any] = []  # code that was linked stays
 
-    def machine(self) -> Any:
-        return self.target.create_target_machine(cpu=self.cpu, features=self.features, opt=LEVEL, jit=True)
+    def machine(self, level: int = 2) -> Any:
+        return self.target.create_target_machine(cpu=self.cpu, features=self.features, opt=level, jit=True)
 
 
 @cache
@@ -65,8 +65,9 @@ def machine_code(ir: str) -> bytes:
     with lock:
         host = _host()
         module = host.llvm.parse_assembly(ir)
-        machine = host.machine()
-        options = host.llvm.create_pipeline_tuning_options(speed_level=LEVEL)
+        long = len(ir) > LONG
+        machine = host.machine(0 if long else 2)
+        options = host.llvm.create_pipeline_tuning_options(speed_level=1 if long else 2)
         options.loop_vectorization = options.slp_vectorization = False  # the code is made of vectors already
         passes = host.llvm.create_pass_builder(machine, options)
         passes.getModulePassManager().run(module, passes)
@@ -97,8 +98,7 @@ class Runtime:
         self.run = function("run", number, pointer, pointer, whole, whole, whole)
         self.begin = function("begin", None, pointer, pointer, whole)
         self.ended = function("ended", None, pointer, pointer, pointer)
-        self.settle = function("settle", None, pointer, pointer, number)
-        self.drain = function("drain", None, pointer, pointer)
+        self.deliver = function("deliver", None, pointer, pointer, whole, number, number)
         self.race_global = function("race_global", number, pointer, number, whole, whole, number)
         self.race_follow = function("race_follow", None, pointer, number)
         self.kernel = ctypes.CFUNCTYPE(number, pointer, pointer, pointer)  # of a kernel's address

@@ -10,6 +10,7 @@ Probabilistic Guarantees of Finding Bugs", ASPLOS 2010.
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import random
@@ -22,7 +23,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -31,14 +32,18 @@ if TYPE_CHECKING:
     from .machine import Machine
 
 __all__ = [
+    "FAILED",
+    "FOUND",
     "LATE",
     "SKIPPED",
+    "Held",
     "Outcome",
     "Schedule",
     "apart",
     "asked",
     "environment",
     "explore",
+    "failures",
     "first_line",
     "follow",
     "run",
@@ -47,23 +52,43 @@ __all__ = [
     "untold",
 ]
 
-LATE = 124  # the code of a run that took too long
+# The codes of runs: a fault of a device, or a failed schedule; the script failed, but no device; it took too long
+FOUND, FAILED, LATE = 1, 3, 124
 APART = "DRVKIT_APART"  # in the environment of a process of `apart`: the file of its answers
 SKIPPED = 77  # the exit code of a run that found that it has nothing to do
 
+PACES = (1, 4)  # after how many steps a schedule looks what may go
+HOLDS = (32, 128)  # for how many steps the same stores are held
+ODDS = (0, 64, 128, 192)  # that one is, of 256
+SHIFTS = (2, 8)  # of bytes that are held together: a word's, a small buffer's
+
 STICKS = (1, 4, 16, 64, 256, 1024)  # for how many choices a schedule favours one place
 STRENGTHS = (0.5, 0.9, 1.0)  # and how often it then takes that
+
+
+@dataclass(frozen=True)
+class Held:
+    """Which stores are held: granules of 1 << ``shift`` bytes, ``odds`` of 256, other ones for each ``salt``."""
+
+    salt: int
+    shift: int
+    odds: int
 
 
 class Schedule:
     """Choices that a seed decides: mostly one place again and again, for a while.
 
     Choices among different numbers of things are of different kinds, each with a place of its own.
+
+    Some stores are held for a while, in each buffer those to other bytes, and all others pass at once: a flag that
+    overtakes its data stays ahead of them long enough to be seen.
     """
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._kinds: dict[int, tuple[int, float, float]] = {}  # choices left, the place, how often it is taken
+        self._pace = self._random.choice(PACES)
+        self._held, self._steps = Held(0, 0, 0), 0  # for so many more
 
     def __call__(self, n: int) -> int:
         """One of ``n``."""
@@ -75,6 +100,15 @@ class Schedule:
             left, place, strength = pick.choice(STICKS), pick.random(), pick.choice(STRENGTHS)
         self._kinds[n] = left - 1, place, strength
         return int((place if pick.random() < strength else pick.random()) * n)
+
+    def held(self) -> Held | None:
+        """Which stores do not go on their way at the next step; None: all."""
+        if not self._steps:
+            pick = self._random
+            self._held = Held(pick.getrandbits(62), pick.choice(SHIFTS), pick.choice(ODDS))
+            self._steps = pick.choice(HOLDS)
+        self._steps -= 1
+        return self._held if self._steps % self._pace == 0 else None
 
 
 @dataclass(frozen=True)
@@ -125,31 +159,34 @@ def first_line(message: str) -> str:
 
 
 def run(script: str, arguments: Sequence[str]) -> int:
-    """A script as if Python had been called with it; its exit code. It fails with what went wrong on a device, also if
-    it did not wait for that, or caught the error.
+    """A script as if Python had been called with it: 0, `FOUND` or `FAILED`. What went wrong on a device is a finding,
+    also if the script did not wait for it, or caught the error.
 
-    If the code is not 0 the last line that is printed says why.
+    The last line that is printed says why, unless the script chose to exit so.
     """
+    from .machine import machine
+
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    code = 0
+    died = 0
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as exit_:
         if exit_.code is not None and not isinstance(exit_.code, int):
             print(exit_.code, file=sys.stderr)
-        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-    except BaseException as error:
+        died = FAILED if exit_.code not in (None, 0) else 0
+    except BaseException as error:  # what it had begun may wait for what it has not: that is no finding
         traceback.print_exc()
         message = "".join(traceback.format_exception_only(error)).rstrip()
         if "\n" in message:
             print(first_line(message), file=sys.stderr)
-        return 1
+        return FAILED if machine.newest_fault is None else FOUND
     fault = _settled().newest_fault
-    if not code and fault is not None:
+    if fault is None:
+        return died
+    if not died:
         print(fault, file=sys.stderr)
-        code = 1
-    return code
+    return FOUND
 
 
 def _child(body: Callable[[], int], seed: int | None, output: int) -> NoReturn:
@@ -279,6 +316,8 @@ def script_runs(
     timeout_s: float = 60.0,
 ) -> Generator[Outcome, None, None]:
     """`explore` a script from a process that may have used the driver: in a new one."""
+    if not os.path.isfile(script):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), script)
     code = f"from {__name__} import _script_runs; _script_runs()"
     return apart(code, (script, arguments, seeds, jobs, timeout_s), env=environment(mode, ranks))
 
@@ -292,14 +331,19 @@ def _script_runs() -> None:
     answer()
 
 
+def failures(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Those that failed, by seed, in whatever order they came."""
+    return sorted((outcome for outcome in outcomes if outcome.failed), key=lambda outcome: outcome.seed or 0)
+
+
 def summary(outcomes: Sequence[Outcome]) -> str:
     """How many failed, and how."""
-    failed = [outcome for outcome in outcomes if outcome.failed]
+    failed = failures(outcomes)
     if not failed:
         return f"{len(outcomes)} schedules, none failed"
     lines = [f"{len(failed)} of {len(outcomes)} schedules failed"]
     for why, count in Counter(outcome.why for outcome in failed).most_common(5):
         seeds = [str(outcome.seed) for outcome in failed if outcome.why == why]
         more = ", ..." if len(seeds) > 5 else ""
-        lines.append(f"  {count} x {why[:200]} (seeds {', '.join(seeds[:5])}{more})")
+        lines.append(f"  {count} x {why} (seeds {', '.join(seeds[:5])}{more})")
     return "\n".join(lines)

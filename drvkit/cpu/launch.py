@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ from .state import (
 from .storage import addresses
 
 if TYPE_CHECKING:
+    from .explore import Held, Schedule
     from .program import Function, Place
 
 __all__ = ["Grid"]
@@ -65,6 +66,17 @@ def _device_buffer(device: int) -> NDArray[np.uint8]:
     buffer = np.zeros(BUFFER_BYTES, np.uint8)
     StoreBuffer.from_address(buffer.ctypes.data).capacity = STORES
     return buffer
+
+
+def _deliver(held: Held | None) -> None:
+    """Send the stores of all launches on their way, but those that are held; None holds all."""
+    if held is None:
+        return
+    deliver = compiler.runtime().deliver
+    buffers = {at: (number, grid) for grid in _explored for at, number in grid._buffers()}  # a device's only once
+    for at, (number, grid) in buffers.items():
+        if StoreBuffer.from_address(at).count:
+            deliver(ctypes.addressof(grid.state), at, held.salt ^ number, held.shift, held.odds)
 
 
 class Slot:
@@ -235,6 +247,7 @@ class Grid:
         Grid._serial += 1
         self.state.id = Grid._serial & 0xFFFFFFFF
         self.done = False
+        self._ending: list[tuple[BlockState, WarpState]] = []  # explored, the last of their blocks: see `step`
         self._stalled: tuple[int, bytes] | None = None  # how it was when it last looked in vain
         self._add_slot()
         for number in range(clusters if cooperative else 0):  # all of them are resident from the beginning
@@ -274,8 +287,8 @@ class Grid:
             same, self._stalled = now == self._stalled, now
             return "stalled" if same else "running"
 
-    def step(self, choose: Callable[[int], int]) -> str:
-        """One turn of one warp, as ``choose(n)`` picks it out of n, between hostile delays of buffered stores.
+    def step(self, schedule: Schedule) -> str:
+        """One turn of one warp, as the schedule picks it, while it holds back what it likes of the buffered stores.
 
         For programs that are loaded to be explored. As `advance`, but "stalled" only says that the warp polled.
         """
@@ -283,28 +296,30 @@ class Grid:
             return "done"
         state, run = self.state, compiler.runtime()
         address = ctypes.addressof(state)
-        if state.next_cluster < state.clusters and (state.in_use < self.capacity or self._idle()) and not choose(3):
+        if state.next_cluster < state.clusters and (state.in_use < self.capacity or self._idle()) and not schedule(3):
             self._begin()
         ready = [pair for pair in self._warps() if pair[1].status == WarpStatus.READY]
-        if not ready:
+        if not ready and not self._ending:
             if state.next_cluster < state.clusters and (state.in_use < self.capacity or self._idle()):
                 self._begin()
                 return "running"
             return "stalled"
-        self._settle(choose)
-        block, warp = ready[choose(len(ready))]
+        _deliver(schedule.held())
+        for block, warp in self._ending:
+            if not self._on_its_way(block):
+                self._ending.remove((block, warp))
+                return self._end(block, warp)
+        if not ready:
+            return "running"
+        block, warp = ready[schedule(len(ready))]
         at = ctypes.addressof(warp), ctypes.addressof(block)
         state.current, state.current_block = at
         code = run.kernel(self.code)(*at, address)
         if code == Code.DONE:
-            run.ended(address, at[1], at[0])
-            leader = BlockState.from_address(block.leader)
-            if not leader.cluster_live:
-                self._slot_of(block.leader).active = 0
-                if state.next_cluster == state.clusters and not any(slot.active for slot in self._slot_states):
-                    self.settle_all()
-                    self.close()
-                    return "done"
+            if block.live > 1 or not self._on_its_way(block):
+                return self._end(block, warp)
+            warp.status = WarpStatus.DONE
+            self._ending.append((block, warp))
         elif code == Code.HOST:
             self._host_call()
         elif code == Code.FAULT:
@@ -312,6 +327,21 @@ class Grid:
             self.close()
             raise fault
         return "stalled" if code == Code.POLLING else "running"
+
+    def _end(self, block: BlockState, warp: WarpState) -> str:
+        """A warp has ended, and perhaps all."""
+        state = self.state
+        compiler.runtime().ended(*map(ctypes.addressof, (state, block, warp)))
+        if not BlockState.from_address(block.leader).cluster_live:
+            self._slot_of(block.leader).active = 0
+            if state.next_cluster == state.clusters and not any(slot.active for slot in self._slot_states):
+                self.close()
+                return "done"
+        return "running"
+
+    def _on_its_way(self, block: BlockState) -> bool:
+        """Whether there are stores of a block or its device that not everybody has seen."""
+        return any(StoreBuffer.from_address(at).count for at in (block.buffer, self.state.device_buffer))
 
     def _idle(self) -> bool:
         return any(not slot.active for slot in self._slot_states[: self.state.in_use])
@@ -333,30 +363,14 @@ class Grid:
         compiler.runtime().begin(ctypes.addressof(state), ctypes.addressof(self._room[number]), state.next_cluster)
         state.next_cluster += 1
 
-    def _buffers(self) -> Iterator[int]:
-        for slot in self._slot_states:
+    def _buffers(self) -> Iterator[tuple[int, int]]:
+        """The store buffers of its blocks and its device, each with a number of its own."""
+        blocks = self.state.cluster_blocks
+        for place, slot in enumerate(self._slot_states):
             if slot.active:
-                for rank in range(self.state.cluster_blocks):
-                    yield slot.buffers + rank * BUFFER_BYTES
-        yield self.state.device_buffer
-
-    def _settle(self, choose: Callable[[int], int]) -> None:
-        """Let one buffered store, of whatever launch, go on its way, or all of a buffer, or none."""
-        waiting = [(grid, at) for grid in _explored for at in grid._buffers() if StoreBuffer.from_address(at).count]
-        what = choose(5) if waiting else 2
-        if what > 1:
-            return
-        grid, at = waiting[choose(len(waiting))]
-        state = ctypes.addressof(grid.state)
-        if what:
-            compiler.runtime().drain(state, at)
-        else:
-            compiler.runtime().settle(state, at, choose(StoreBuffer.from_address(at).count))
-
-    def settle_all(self) -> None:
-        """Let everybody see everything."""
-        for at in self._buffers():
-            compiler.runtime().drain(ctypes.addressof(self.state), at)
+                for rank in range(blocks):
+                    yield slot.buffers + rank * BUFFER_BYTES, self.state.id << 20 | place * blocks + rank
+        yield self.state.device_buffer, self.state.device
 
     def _add_slot(self) -> None:
         spare = self.function.spare

@@ -14,6 +14,7 @@ from . import compiler
 from .fault import ImageError
 from .flow import Flow
 from .lower import Lower
+from .machine import machine
 from .memory import Allocation, memory
 from .ptx import SIZES, Module, PtxError, Symbol, parse
 from .ptx import Function as PtxFunction
@@ -275,7 +276,11 @@ MODES = ("checked", "unchecked", "explored", "raced")
 
 def usual_mode() -> str:
     """How programs are loaded where nothing else is said: what ``DRVKIT_CPU_MODE`` in the environment says."""
-    return _known(os.environ.get("DRVKIT_CPU_MODE") or "checked")
+    mode = _known(os.environ.get("DRVKIT_CPU_MODE") or "checked")
+    if mode == "explored" and machine.choose is None:  # buffered stores would never be seen
+        how = "run `python -m drvkit explore SCRIPT`, with `--seed S` for one run, or mark the test drvkit_explore"
+        raise ValueError(f"DRVKIT_CPU_MODE=explored, but there is no schedule to follow: {how}")
+    return mode
 
 
 def _known(mode: str) -> str:

@@ -2,8 +2,8 @@
 
 A store to global memory is first seen by its block alone: it stands in the block's buffer. From there it goes to the
 device's, where all blocks of the device see it, and from there to memory, where everybody does. It goes when a fence
-of that scope sends it, or when the explorer picks it; stores to the same bytes stay in order, others do not. Words of
-a vector store go one by one. Loads are not reordered.
+of that scope sends it, or when the schedule does not hold it; stores to the same bytes stay in order, others do not.
+Words of a vector store go one by one. Loads are not reordered.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from .state import SHARED_STRIDE, BlockState, BufferedStore, GridState, StoreBuf
 __all__ = ["weak_functions"]
 
 ENTRIES = ctypes.sizeof(StoreBuffer)  # where they begin
+FACTORS = 0x7FB5D329728EA185, 0x1B03738712FAD5C9  # odd ones, with bits everywhere, that mix an address
 
 
 def weak_functions() -> list[Function]:
-    functions = [_overlay(), _push(), _apply(), _drain(), _settle(), _flush(), _fence(), _private()]
+    functions = [_overlay(), _push(), _apply(), _drain(), _settle(), _deliver(), _flush(), _fence(), _private()]
     for nbytes in ACCESS_BYTES:
         functions += [_load(nbytes), _store(nbytes)]
     return functions
@@ -125,6 +126,40 @@ def _settle() -> Function:
     size = f.op("mul", f.cast("zext", rest, "i64"), constant("i64", ctypes.sizeof(BufferedStore)))
     f.call("void", "llvm.memmove.p0.p0.i64", entry, f.at(entry, ctypes.sizeof(BufferedStore)), size, constant("i1", 0))
     f.set(buffer, StoreBuffer, "count", f.op("sub", count, constant("i32", 1)))
+    f.line("ret void")
+    return f
+
+
+def _deliver() -> Function:
+    """Hand on the stores of a buffer, but those that are held: of granules of 1 << ``shift`` bytes, ``odds`` of 256.
+
+    Which ones follows from ``salt`` and their place in the address space, which is the same in all processes.
+    """
+    f = Function("void", "drvkit_deliver", grid="ptr", buffer="ptr", salt="i64", shift="i32", odds="i32")
+    grid, buffer = f["grid"], f["buffer"]
+    place = f.alloca("i32", 4)
+    f.store(constant("i32", 0), place, align=4)
+    again, one, end = f.name("again"), f.name("one"), f.name("end")
+    f.jump(again)
+    f.label(again)
+    index = f.load("i32", place, align=4)
+    f.branch(f.compare("icmp ult", index, f.field(buffer, StoreBuffer, "count")), one, end)
+    f.label(one)
+    offset = f.op(
+        "sub", f.field(_entry(f, buffer, index), BufferedStore, "address"), f.field(grid, GridState, "memory_base")
+    )
+    mixed = f.op("xor", f.op("lshr", offset, f.cast("zext", f["shift"], "i64")), f["salt"])
+    for factor in FACTORS:
+        mixed = f.op("mul", f.op("xor", mixed, f.op("lshr", mixed, constant("i64", 32))), constant("i64", factor))
+    drawn = f.cast("trunc", f.op("lshr", mixed, constant("i64", 56)), "i32")
+    f.store(f.op("add", index, constant("i32", 1)), place, align=4)
+    with f.when(f.compare("icmp uge", drawn, f["odds"])):
+        f.call("void", "drvkit_settle", grid, buffer, index)
+        # If an older store to the same bytes went first, this one has moved one place forward.
+        before = f.op("sub", index, constant("i32", 1))
+        f.store(f.select(f.is_(index, 0), index, before), place, align=4)
+    f.jump(again)
+    f.label(end)
     f.line("ret void")
     return f
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import pty
 import re
@@ -16,8 +17,8 @@ import pytest
 
 import drvkit as dk
 from drvkit import pytest_plugin
+from drvkit.cpu.explore import Held, Schedule, failures, summary
 from drvkit.cpu.explore import Outcome as Result
-from drvkit.cpu.explore import Schedule, summary
 from drvkit.cpu.memory import memory
 from drvkit.cpu.program import load
 
@@ -47,16 +48,18 @@ def drvkit(*arguments: str) -> subprocess.CompletedProcess[str]:
         ("lamport.py", ("2", "1"), "deadlock"),
         ("lamport.py", ("3", "2"), "deadlock"),
         ("message.py", ("nofence",), "Mismatched elements"),
+        ("message.py", ("device_fence",), "Mismatched elements"),
         ("message.py", ("one_word",), "Mismatched elements"),
     ],
 )
-def test_a_planted_bug_is_found(
+def test_a_planted_bug_is_found_in_one_schedule_of_ten(
     script: str, arguments: tuple[str, ...], said: str, drvkit_explore: pytest_plugin.Explore
 ) -> None:
     path = EXPLORED / script
-    found = next(o for o in drvkit_explore(path, *arguments, ranks=2, seeds=range(400)) if o.failed)
-    assert said in found.said
-    again = drvkit("explore", str(path), *arguments, "--ranks", "2", "--seed", str(found.seed))
+    found = failures(drvkit_explore(path, *arguments, ranks=2, seeds=range(30)))
+    assert len(found) >= 3
+    assert all(said in each.said for each in found)
+    again = drvkit("explore", str(path), *arguments, "--ranks", "2", "--seed", str(found[0].seed))
     assert again.returncode == 1
     assert said in again.stdout + again.stderr, "a seed replays its run"
 
@@ -98,8 +101,72 @@ def test_the_command_says_what_it_ran_and_the_verdict() -> None:
     path = str(EXPLORED / "edge.py")
     good, bad = drvkit("check", path), drvkit("check", path, "forgotten")
     assert re.fullmatch(rf"drvkit check: {path}: no finding; [\d.]+ s\n", good.stderr), good.stderr
-    assert bad.stderr.splitlines()[-1].startswith(f"drvkit check: {path} forgotten: failed")
+    assert bad.stderr.splitlines()[-1].startswith(f"drvkit check: {path} forgotten: a finding")
     assert (good.returncode, bad.returncode) == (0, 1)
+
+
+@pytest.mark.parametrize("ends", ["raise ValueError", "sys.exit(1)", "sys.exit('why')"])
+def test_a_script_that_fails_by_itself_is_no_finding(tmp_path: Path, ends: str) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(f"import sys\nimport drvkit as dk\ndk.Device().zeros(4, int)\n{ends}\n")
+    done = drvkit("check", str(script))
+    assert (done.returncode, done.stderr.splitlines()[-1].split("; ")[0]) == (
+        3,
+        f"drvkit check: {script}: no finding, but the script failed",
+    )
+
+
+def test_a_script_that_dies_of_a_finding_is_one(tmp_path: Path) -> None:
+    script = tmp_path / "dies.py"
+    script.write_text(f"""import runpy, sys
+import drvkit as dk
+sys.argv = ["edge.py", "forgotten"]
+try:
+    runpy.run_path({str(EXPLORED / "edge.py")!r}, run_name="__main__")
+except dk.DriverError:
+    raise ValueError
+""")
+    assert drvkit("check", str(script)).returncode == 1
+
+
+def test_the_exit_codes_are_told() -> None:
+    for command in ((), ("check",), ("explore",)):
+        said = " ".join(drvkit(*command, "--help").stdout.split())
+        assert "1, a finding" in said
+        assert "3, no finding of check, but the script failed by itself" in said
+
+
+def test_the_mode_alone_makes_no_schedule(tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text("import drvkit as dk\ndk.Device()\n")
+    env = with_path() | {"DRVKIT_DEVICE": "cpu", "DRVKIT_CPU_MODE": "explored"}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "DRVKIT_CPU_MODE=explored, but there is no schedule to follow" in done.stderr
+    assert drvkit("explore", str(script), "--seed", "1").returncode == 0
+
+
+def test_fixtures_want_a_script_that_is_there(
+    drvkit_check: pytest_plugin.Check, drvkit_explore: pytest_plugin.Explore
+) -> None:
+    for fixture in (drvkit_check, drvkit_explore):
+        with pytest.raises(FileNotFoundError, match=r"'typo\.py'"):
+            fixture("typo.py")
+
+
+def test_the_lowest_seed_that_failed_is_shown_whole(tmp_path: Path) -> None:
+    """Of two that run at once the second one fails first."""
+    script = tmp_path / "fails.py"
+    script.write_text("""import sys, time
+from drvkit.cpu.machine import machine
+first = machine.choose._random.random() == __import__("drvkit.cpu.explore").cpu.explore.Schedule(0)._random.random()
+time.sleep(2 * first)
+raise ValueError("x" * 300 + ("the end" if first else ""))
+""")
+    done = drvkit("explore", str(script), "--schedules", "2", "--jobs", "2")
+    assert done.stdout.startswith("seed 0 failed:\n"), done.stdout
+    assert "xthe end (seeds 0)" in done.stdout
+    assert done.stdout.endswith(" --seed 0\n")
 
 
 def test_the_command_stops_at_a_failure_and_says_how_to_see_it_again(tmp_path: Path) -> None:
@@ -141,9 +208,9 @@ def test_a_schedule_starves_and_is_fair_in_the_end() -> None:
 
 
 def test_a_summary_groups_failures() -> None:
-    results = [Result(0, 0, "", ""), Result(1, 1, "x\ny\n", "y"), Result(2, 1, "y", "y")]
+    results = [Result(2, 1, "y", "y"), Result(0, 0, "", ""), Result(1, 1, "x\ny\n", "y")]
     assert summary(results) == "2 of 3 schedules failed\n  2 x y (seeds 1, 2)"
-    assert summary(results[:1]) == "1 schedules, none failed"
+    assert summary(results[1:2]) == "1 schedules, none failed"
 
 
 @pytest.mark.parametrize(
@@ -171,20 +238,69 @@ __global__ void fenced(int* x, int scope) {
 }"""
 
 
+class Holding(Schedule):
+    """Of all choices the last; it holds all stores, until it is told which."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.held_back: Held | None = None
+
+    def __call__(self, n: int) -> int:
+        return n - 1
+
+    def held(self) -> Held | None:
+        return self.held_back
+
+
 @pytest.mark.parametrize(("scope", "seen"), [(0, False), (1, False), (2, True), (3, False)])
 def test_a_store_is_seen_by_all_when_a_fence_of_the_system_sends_it(scope: int, seen: bool) -> None:
-    """Nothing else sends stores here before the kernel ends; its own block sees them at once."""
+    """Nothing else sends stores here, for which the block's end waits; the block itself sees them at once."""
     image = dk.build(dk.Source.from_text(FENCED), arch="compute_90")
     program = load(image.data, mode="explored")
     x = memory.allocate(12, "device")
     memory.write(x.address, bytes(12))
     (function,) = program.functions.values()
     grid = function.grid((1, 1, 1), (1, 1, 1), struct.pack("<Qi4x", x.address, scope))
+    schedule = Holding()
     states = []
-    while grid.step(lambda n: n - 1) != "done":  # of all choices the last: no store goes on its way
+    for _ in range(20):
+        assert grid.step(schedule) != "done"
         states.append(struct.unpack("<3i", ctypes.string_at(x.address, 12)))
     assert ((1, 0, 0) in states) is seen
     assert all(state[1:] == (0, 0) for state in states), "stores behind the fence stay with the block"
+    schedule.held_back = Held(0, 0, 0)
+    assert grid.step(schedule) == "done"
     assert struct.unpack("<3i", ctypes.string_at(x.address, 12)) == (1, 1, 1)
+    memory.free(x.address)
+    program.unload()
+
+
+ORDERED = """
+__global__ void ordered(volatile int* x) {
+  for (int i = 1; i <= 64; i++) x[threadIdx.x] = i;
+}"""
+
+
+def test_held_stores_are_overtaken_by_others_and_by_none_to_the_same_bytes() -> None:
+    image = dk.build(dk.Source.from_text(ORDERED), arch="compute_90")
+    program = load(image.data, mode="explored")
+    x = memory.allocate(128, "device")
+    memory.write(x.address, bytes(128))
+    (function,) = program.functions.values()
+    grid = function.grid((1, 1, 1), (32, 1, 1), struct.pack("<Q", x.address))
+    schedule = Holding()
+    states = []
+    for salt in range(8):
+        schedule.held_back = Held(salt, 2, 128)
+        for _ in range(8):
+            grid.step(schedule)
+            states.append(struct.unpack("<32i", ctypes.string_at(x.address, 128)))
+    assert any(0 < state.count(0) < 32 for state in states)
+    for before, after in itertools.pairwise(states):
+        assert all(old <= new for old, new in zip(before, after, strict=True))
+    schedule.held_back = Held(0, 0, 0)
+    while grid.step(schedule) != "done":
+        pass
+    assert struct.unpack("<32i", ctypes.string_at(x.address, 128)) == (64,) * 32
     memory.free(x.address)
     program.unload()

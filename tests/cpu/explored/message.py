@@ -1,6 +1,7 @@
 """Rank 0 writes data and then says so; rank 1 waits for that and reads: ``message.py KERNEL``.
 
-``nofence`` has no fence between data and flag. ``one_word`` polls 16-byte messages by one of their words.
+``nofence`` has no fence between data and flag, ``device_fence`` one that reaches rank 0 alone. ``one_word`` polls
+16-byte messages by one of their words.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import drvkit as dk
 
 KERNEL = sys.argv[1]
 SOURCE = """
-template <bool FENCE> __device__ void flagged(float* data, volatile int* flag, float* out, const float* in, int rank) {
+template <int SCOPE> __device__ void flagged(float* data, volatile int* flag, float* out, const float* in, int rank) {
   int i = threadIdx.x;
   if (rank == 0) {
     data[i] = in[i];
-    if (FENCE) __threadfence_system();
+    if (SCOPE == 1) __threadfence();
+    if (SCOPE == 2) __threadfence_system();
     __syncthreads();
     if (i == 0) *flag = 1;
   } else {
@@ -28,10 +30,13 @@ template <bool FENCE> __device__ void flagged(float* data, volatile int* flag, f
   }
 }
 __global__ void nofence(float* data, int* flag, float* out, const float* in, int rank) {
-  flagged<false>(data, flag, out, in, rank);
+  flagged<0>(data, flag, out, in, rank);
+}
+__global__ void device_fence(float* data, int* flag, float* out, const float* in, int rank) {
+  flagged<1>(data, flag, out, in, rank);
 }
 __global__ void fence(float* data, int* flag, float* out, const float* in, int rank) {
-  flagged<true>(data, flag, out, in, rank);
+  flagged<2>(data, flag, out, in, rank);
 }
 template <bool ALL> __device__ void words(float* data, float* out, const float* in, int rank) {
   float4* box = (float4*)data + threadIdx.x;
