@@ -11,9 +11,9 @@ from typing import Any
 from ..build import DEFAULT_CACHE
 from ..native import lock
 
-__all__ = ["digest", "link", "machine_code", "runtime"]
+__all__ = ["LONG", "digest", "link", "machine_code", "runtime"]
 
-LONG = 400_000  # characters from which on code is compiled in half the time, and runs an eighth longer
+LONG = 400_000  # characters from which on a kernel is compiled in half the time, and runs an eighth longer
 
 
 class _Host:
@@ -60,14 +60,13 @@ def digest(*parts: str) -> str:
     return "cpu-" + total.hexdigest()
 
 
-def machine_code(ir: str) -> bytes:
-    """An object file."""
+def machine_code(ir: str, *, hurry: bool = False) -> bytes:
+    """An object file; in half the time with ``hurry``."""
     with lock:
         host = _host()
         module = host.llvm.parse_assembly(ir)
-        long = len(ir) > LONG
-        machine = host.machine(0 if long else 2)
-        options = host.llvm.create_pipeline_tuning_options(speed_level=1 if long else 2)
+        machine = host.machine(0 if hurry else 2)
+        options = host.llvm.create_pipeline_tuning_options(speed_level=1 if hurry else 2)
         options.loop_vectorization = options.slp_vectorization = False  # the code is made of vectors already
         passes = host.llvm.create_pass_builder(machine, options)
         passes.getModulePassManager().run(module, passes)
