@@ -264,6 +264,7 @@ _UPDATE_REASONS = {
     "NOT_SUPPORTED": "this kind of node cannot be updated",
     "UNSUPPORTED_FUNCTION_CHANGE": "the kernel differs in a way that an exec cannot take over",
     "ATTRIBUTES_CHANGED": "an attribute differs that an exec cannot take over",
+    "CU_GRAPH_EXEC_UPDATE_ERROR": "it cannot be taken over; does it touch memory of a graph that is not allocated?",
 }
 
 

@@ -126,13 +126,14 @@ class Node:
     there is one at most between two nodes, whatever its data.
 
     ``said`` keeps alive what its parameters, once they were asked for, point to; ``name`` is for reports.
+    ``device_handle`` is what kernels call it, if they may change it: a copy says that of the original.
     """
 
-    __slots__ = ("dependencies", "dependents", "graph", "handle", "name", "operation", "said")
+    __slots__ = ("dependencies", "dependents", "device_handle", "graph", "handle", "name", "operation", "said")
 
     def __init__(self, graph: Graph, operation: Operation) -> None:
         self.graph, self.operation = graph, operation
-        self.handle = handles.add(self)
+        self.handle = self.device_handle = handles.add(self)
         self.dependencies: dict[Node, EdgeData] = {}
         self.dependents: dict[Node, EdgeData] = {}
         self.said: object = None
@@ -141,6 +142,11 @@ class Node:
     @property
     def kind(self) -> str:
         return self.operation.kind
+
+    @property
+    def updatable(self) -> bool:
+        """Whether kernels may change it, and not what it is a copy of."""
+        return self.operation.updatable and self.device_handle == self.handle
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
@@ -194,7 +200,7 @@ class Graph:
 
     def _is_exclusive(self) -> bool:
         """Whether there can be only one exec of it at a time, and no clone."""
-        return self._holds(*_ONCE) or any(_is_updatable(node.operation) for node in self.walk())
+        return self._holds(*_ONCE) or any(node.updatable for node in self.walk())
 
     def _holds(self, *kinds: str) -> bool:
         return any(node.kind in kinds for node in self.walk())
@@ -267,7 +273,7 @@ class Graph:
 
     def remove(self, node: Node) -> None:
         """Take a node out, its edges, and the graphs inside of it."""
-        if self._has_memory() or _is_updatable(node.operation):
+        if self._has_memory() or node.updatable:
             raise RefusedError("NOT_SUPPORTED")
         for source in node.dependencies:
             del source.dependents[node]
@@ -316,8 +322,10 @@ class Graph:
             operation = node.operation
             if isinstance(operation, Child):
                 operation = Child(operation.device, operation.graph._copy())
-            copy.twins[node] = copy.add(operation)
-            copy.twins[node].name = node.name
+            twin = copy.twins[node] = copy.add(operation)
+            twin.name = node.name
+            if operation.updatable:
+                twin.device_handle = node.device_handle
         for source, target, data in self.edges():
             copy.connect(copy.twins[source], copy.twins[target], data)
         return copy
@@ -361,10 +369,6 @@ class Graph:
         return order
 
 
-def _is_updatable(operation: Operation) -> bool:
-    return isinstance(operation, Launch) and operation.updatable
-
-
 def _check_edge(source: str, target: str, data: EdgeData) -> None:
     """Only to a kernel an edge can be made programmatic: a capture makes others, too."""
     check_port(source, data)
@@ -398,7 +402,8 @@ class InstantiateError(RefusedError):
 
 
 class UpdateError(RefusedError):
-    """``result`` is a name of ``CUgraphExecUpdateResult``, ``node`` is of the graph that was to be taken over."""
+    """``result`` is a name of ``CUgraphExecUpdateResult``, "" where that says no more; ``node`` is of the graph that
+    was to be taken over."""
 
     def __init__(self, result: str, node: Node | None = None, from_node: Node | None = None) -> None:
         super().__init__("GRAPH_EXEC_UPDATE_FAILURE")
@@ -496,11 +501,13 @@ class _Structure:
             item = self.items[place]
             if node.kind != item.operation.kind:
                 raise UpdateError("NODE_TYPE_CHANGED", node)
-            if _is_updatable(node.operation) or _is_updatable(item.operation):
+            if node.operation.updatable or item.operation.updatable:
                 raise RefusedError("NOT_SUPPORTED")
             why = node.operation.check_update(item.operation)
             if why is not None:
                 raise UpdateError(why, node)
+            if node.operation.absent is not None:
+                raise UpdateError("", node)
             changes.append((item, node.operation))
             for structure, inner in zip(item.inside, node.graphs, strict=True):
                 changes += structure.match(inner)

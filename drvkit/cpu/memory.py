@@ -60,6 +60,7 @@ class Allocation:
     room: int  # bytes up to the next allocation
     freed: bool = False
     freed_at: str = ""  # where the caller gave it back, which may be before it is free
+    absent: bool = False  # of a graph, when no launch that was called has it
 
     def __contains__(self, address: int) -> bool:
         """Whether it is here, or between this and the next allocation."""

@@ -60,6 +60,16 @@ class Operation:
         """Why an exec that has ``old`` cannot have it instead, as ``CUgraphExecUpdateResult`` calls it."""
         return None
 
+    @property
+    def updatable(self) -> bool:
+        """Whether kernels may change it, as a node of a graph."""
+        return False
+
+    @property
+    def absent(self) -> int | None:
+        """An address that it copies or fills where no launch of a graph has made the memory."""
+        return None
+
 
 # Kernels
 
@@ -214,7 +224,6 @@ class Launch(Operation):
 
     @property
     def updatable(self) -> bool:
-        """Whether kernels may change it, as a node of a graph."""
         return bool(self.attributes) and self.integer(Attribute.DEVICE_UPDATABLE_KERNEL_NODE) != 0
 
     @property
@@ -241,22 +250,22 @@ class Launch(Operation):
 
     def _check_clusters(self) -> None:
         """A preferred cluster is made of clusters, side by side, whose extents are given. Whether there is one is the
-        device's choice, so that it may be of any size that devices have."""
+        device's choice, so that it may be of any size, larger than devices have, too."""
         cluster, preferred = self.cluster, self._extents(Attribute.PREFERRED_CLUSTER_DIMENSION)
+        required, given = self.kernel.function.cluster, self._extents(Attribute.CLUSTER_DIMENSION)
         non_portable = self.kernel.function.settings["NON_PORTABLE_CLUSTER_SIZE_ALLOWED"]
         most = LARGEST_NON_PORTABLE_CLUSTER if non_portable else LARGEST_CLUSTER
 
         def divides(whole: Dim3, part: Dim3) -> bool:
             return all(p and n % p == 0 for n, p in zip(whole, part, strict=True))
 
-        def fits(extents: Dim3, most: int) -> bool:
-            return divides(self.grid, extents) and extents[0] * extents[1] * extents[2] <= most
-
-        if not fits(cluster, most):
+        if not divides(self.grid, cluster) or cluster[0] * cluster[1] * cluster[2] > most:
+            raise RefusedError("INVALID_CLUSTER_SIZE")
+        if required is not None and cluster != required:
             raise RefusedError("INVALID_CLUSTER_SIZE")
         if preferred is not None and not (
-            self._extents(Attribute.CLUSTER_DIMENSION)
-            and fits(preferred, LARGEST_NON_PORTABLE_CLUSTER)
+            (given or required)
+            and divides(self.grid, preferred)
             and divides(preferred, cluster)
             and preferred[2] == cluster[2]
         ):
@@ -328,6 +337,11 @@ def device_of(address: int) -> int | None:
     return None if allocation is None else allocation.device
 
 
+def _is_absent(address: int) -> bool:
+    allocation = memory.find(address)
+    return allocation is not None and allocation.absent
+
+
 @dataclass(frozen=True)
 class Copy(Operation):
     """A copy of a box of bytes."""
@@ -350,8 +364,13 @@ class Copy(Operation):
             if self.depth > 1 and side.height < self.height + side.y:
                 raise RefusedError("INVALID_VALUE")
             if self.width and self.height and self.depth:
-                check_range(side.row(0, 0), 1, on_host=side.memory_type == HOST)
-                check_range(side.row(self.depth - 1, self.height - 1) + self.width - 1, 1, side.memory_type == HOST)
+                on_host = side.memory_type != DEVICE
+                check_range(side.row(0, 0), 1, on_host)
+                check_range(side.row(self.depth - 1, self.height - 1) + self.width - 1, 1, on_host)
+
+    @property
+    def absent(self) -> int | None:
+        return next(filter(_is_absent, (self.target.row(0, 0), self.source.row(0, 0))), None)
 
     @property
     def devices(self) -> tuple[int | None, int | None]:
@@ -379,12 +398,15 @@ class Copy(Operation):
             memory.copy(to, from_, nbytes)
 
     def check_update(self, old: Operation) -> str | None:
-        """What is called memory of the host may be any of it; the rest stays of its device."""
+        """What is called memory of the host may be any of it; the rest stays of its device. All is called as before."""
         assert isinstance(old, Copy)
         if max(self.height, self.depth, old.height, old.depth) > 1:
             return "PARAMETERS_CHANGED"
         of, was_of = (
-            [None if side.memory_type == HOST else device_of(side.row(0, 0)) for side in (copy.target, copy.source)]
+            [
+                (side.memory_type, None if side.memory_type == HOST else device_of(side.row(0, 0)))
+                for side in (copy.target, copy.source)
+            ]
             for copy in (self, old)
         )
         return None if of == was_of else "PARAMETERS_CHANGED"
@@ -429,6 +451,10 @@ class Fill(Operation):
         if self.width and self.height:
             check_range(self.address, 1)
             check_range(self.address + self.pitch * (self.height - 1) + self.width * self.element - 1, 1)
+
+    @property
+    def absent(self) -> int | None:
+        return self.address if _is_absent(self.address) else None
 
     def begin(self, work: Work) -> Task | None:
         return Once(self.run)
@@ -650,20 +676,25 @@ class Shared:
 class GraphMemory(Shared):
     """What an alloc node makes: a range of addresses that is memory from the alloc node to the free node.
 
-    ``held``: a launch allocated it, and nothing that was called since frees it. ``forget`` is told its address when it
-    is gone.
+    It is ``held`` when a launch allocated it, and nothing that was called since frees it. ``forget`` is told its
+    address when it is gone.
     """
 
     def __init__(self, device: int, nbytes: int, align: int, forget: Callable[[int], object]) -> None:
         self.device, self.nbytes, self._forget = device, nbytes, forget
-        self.address = memory.allocate(nbytes, "graph", device, align=align).address
-        self.held = False
+        self._allocation = memory.allocate(nbytes, "graph", device, align=align)
+        self._allocation.absent = True
+        self.address = self._allocation.address
         memory.forbid(self.address, nbytes)
+
+    @property
+    def held(self) -> bool:
+        return not self._allocation.absent
 
     def hold(self, held: bool) -> None:
         """Said when the launch is called: it counts as a user."""
         if held != self.held:
-            self.held = held
+            self._allocation.absent = not held
             (self.keep if held else self.let_go)()
 
     def open(self) -> None:

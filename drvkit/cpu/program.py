@@ -135,7 +135,8 @@ class Function:
     Attributes:
         name: in the image.
         label: what people call it, for reports.
-        needs_cluster: the extents of its clusters were compiled into it.
+        cluster_compiled_in: it has extents of clusters that stay.
+        explicit_cluster: it was compiled for launches with clusters only.
         max_dynamic_shared: what a launch may ask for; can be set.
         settings: other attributes that can be set, as ``CUfunction_attribute`` calls them.
     """
@@ -148,8 +149,9 @@ class Function:
         if threads:
             self.max_threads = min(MAX_THREADS, _product(threads))
         required = directives.get("reqnctapercluster") or (0,)
-        self.needs_cluster = any(required)
-        width, height, depth = (*required, 1, 1)[:3] if self.needs_cluster else (0, 0, 0)
+        self.cluster_compiled_in = any(required)
+        width, height, depth = (*required, 1, 1)[:3] if self.cluster_compiled_in else (0, 0, 0)
+        self.explicit_cluster = "explicitcluster" in directives
         self._key = compiler.digest("kernel", program.text, ptx.name, program.mode)
         self._code: bytes | None = None
         self._ir: str | None = None
@@ -179,7 +181,7 @@ class Function:
 
     @property
     def cluster(self) -> tuple[int, int, int] | None:
-        """The one of launches that name none."""
+        """The one of all its launches, where that is set or was compiled in."""
         width, height, depth = (self.settings[f"REQUIRED_CLUSTER_{axis}"] for axis in ("WIDTH", "HEIGHT", "DEPTH"))
         return (width, height, depth) if width or height or depth else None
 

@@ -278,7 +278,6 @@ def test_settings_of_a_kernel_are_told(module: Any) -> None:
     small = driver.cuModuleGetFunction(module, b"small")
     for name, usual, value, wrong in (
         ("PREFERRED_SHARED_MEMORY_CARVEOUT", -1, 50, 101),
-        ("NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 0, 1, -1),
         ("CLUSTER_SCHEDULING_POLICY_PREFERENCE", 0, 2, 3),
     ):
         attribute = Attribute.__members__[f"CU_FUNC_ATTRIBUTE_{name}"]
@@ -289,19 +288,35 @@ def test_settings_of_a_kernel_are_told(module: Any) -> None:
     assert code(cpu.cuFuncSetAttribute(small, Attribute.CU_FUNC_ATTRIBUTE_PTX_VERSION, 80)) == "INVALID_VALUE"
 
 
+def test_any_number_but_0_allows_non_portable_clusters(module: Any) -> None:
+    small = driver.cuModuleGetFunction(module, b"small")
+    allowed = Attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+    told = [driver.cuFuncGetAttribute(allowed, small)]
+    for value in (2, 0, -1, 0):
+        driver.cuFuncSetAttribute(small, allowed, value)
+        told.append(driver.cuFuncGetAttribute(allowed, small))
+    assert told == [0, 1, 0, 1, 0]
+
+
 def test_a_required_cluster_is_set_once_or_compiled_in() -> None:
     clusters = [Attribute.__members__[f"CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_{name}"] for name in ("WIDTH", "HEIGHT")]
     must_be_set = Attribute.CU_FUNC_ATTRIBUTE_CLUSTER_SIZE_MUST_BE_SET
     module = load(
         f"{HEAD}.visible .entry compiled() .reqnctapercluster 2, 1, 1 {{ ret; }}.visible .entry set() {{ ret; }}"
+        ".visible .entry explicit() .explicitcluster .reqnctapercluster 2, 1, 1 { ret; }"
     )
-    compiled, function = (driver.cuModuleGetFunction(module, name) for name in (b"compiled", b"set"))
+    compiled, function, explicit = (
+        driver.cuModuleGetFunction(module, name) for name in (b"compiled", b"set", b"explicit")
+    )
     for width in clusters:
-        assert code(cpu.cuFuncSetAttribute(compiled, width, 4)) == "NOT_PERMITTED"
+        assert code(cpu.cuFuncSetAttribute(compiled, width, 4)) == "INVALID_VALUE"
         assert code(cpu.cuFuncSetAttribute(function, width, -1)) == "INVALID_VALUE"
     driver.cuFuncSetAttribute(function, clusters[0], 4)
-    told = [[driver.cuFuncGetAttribute(each, f) for each in (*clusters, must_be_set)] for f in (compiled, function)]
-    assert told == [[2, 1, 1], [4, 0, 0]]
+    told = [
+        [driver.cuFuncGetAttribute(each, f) for each in (*clusters, must_be_set)]
+        for f in (compiled, function, explicit)
+    ]
+    assert told == [[2, 1, 0], [4, 0, 0], [2, 1, 1]]
     driver.cuModuleUnload(module)
 
 

@@ -69,11 +69,6 @@ DIFFERENT = {
     **dict.fromkeys(
         ("alloc_update/0", "alloc_update/1"), "the memory of each graph begins a page; that of the H200 has 2 MiB"
     ),
-    **dict.fromkeys(
-        ("alloc_update/5", "alloc_update/6", "alloc_update/7", "alloc_update/8"),
-        "after an update the exec allocates the memory that the other graph names, and no other; the H200 refused to "
-        "fill either of both, and freed both",
-    ),
     "moved_child": "the H200's driver crashed, and nothing else is recorded of it",
     **dict.fromkeys(
         (f"vmm/{place}" for place in (10, 14, 17, 21, 24, 26)),

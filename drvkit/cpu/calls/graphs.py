@@ -484,13 +484,9 @@ def cuGraphKernelNodeGetAttribute(node: Any, attribute: Any) -> Any:
     if raw is not None:
         ctypes.memmove(int(value.getPtr()), raw, 64)
     if int(attribute) == Attribute.DEVICE_UPDATABLE_KERNEL_NODE:
-        value.deviceUpdatableKernelNode.devNode = _device_node(node_of(node), updatable=launch.updatable)
+        handle = node_of(node).device_handle if launch.updatable else 0
+        value.deviceUpdatableKernelNode.devNode = cu.CUgraphDeviceNode(handle)
     return value
-
-
-def _device_node(node: Node, *, updatable: bool) -> Any:
-    """What kernels call a node that they may change."""
-    return cu.CUgraphDeviceNode(node.handle if updatable else 0)
 
 
 @call()
@@ -508,7 +504,7 @@ def cuGraphKernelNodeSetAttribute(node: Any, attribute: Any, value: Any) -> None
         given = value.deviceUpdatableKernelNode
         if launch.updatable and not given.deviceUpdatable:  # once for all
             raise RefusedError("NOT_SUPPORTED")
-        given.devNode = _device_node(found, updatable=bool(given.deviceUpdatable))
+        given.devNode = cu.CUgraphDeviceNode(found.device_handle if given.deviceUpdatable else 0)
     raw = ctypes.string_at(int(value.getPtr()), 64)
     if identity == Attribute.PRIORITY:
         raw = struct.pack("=i60x", max(GREATEST_PRIORITY, min(LEAST_PRIORITY, value.priority)))
@@ -667,7 +663,7 @@ def graph_exec_update(exec_: int, graph: int, info: int) -> None:
     try:
         exec_of(exec_).update(graph_of(graph))
     except UpdateError as error:
-        result = int(results[f"CU_GRAPH_EXEC_UPDATE_ERROR_{error.result}"])
+        result = int(results[f"CU_GRAPH_EXEC_UPDATE_ERROR_{error.result}".removesuffix("_")])
         node, from_node = (0 if n is None else n.handle for n in (error.node, error.from_node))
         raise
     finally:

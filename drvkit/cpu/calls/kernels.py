@@ -236,7 +236,7 @@ def _attribute(function: Function, attribute: Any) -> int:
         "BINARY_VERSION": 90,
         "CACHE_MODE_CA": 0,
         "MAX_DYNAMIC_SHARED_SIZE_BYTES": function.max_dynamic_shared,
-        "CLUSTER_SIZE_MUST_BE_SET": int(function.needs_cluster),
+        "CLUSTER_SIZE_MUST_BE_SET": int(function.explicit_cluster),
     } | function.settings
     name = cu.CUfunction_attribute(attribute).name.removeprefix("CU_FUNC_ATTRIBUTE_")
     if name not in values:  # newer bindings know of more
@@ -255,7 +255,7 @@ _SETTINGS = {
     "REQUIRED_CLUSTER_HEIGHT": _ANY_COUNT,
     "REQUIRED_CLUSTER_DEPTH": _ANY_COUNT,
     "PREFERRED_SHARED_MEMORY_CARVEOUT": range(-1, 101),
-    "NON_PORTABLE_CLUSTER_SIZE_ALLOWED": _ANY_COUNT,
+    "NON_PORTABLE_CLUSTER_SIZE_ALLOWED": range(-1 << 31, 1 << 31),
     "CLUSTER_SCHEDULING_POLICY_PREFERENCE": range(3),
 }
 
@@ -266,12 +266,10 @@ def _set_attribute(function: Function, attribute: Any, value: int) -> None:
         if not 0 <= value <= SHARED_PER_BLOCK - function.shared_bytes:
             raise RefusedError("INVALID_VALUE")
         function.max_dynamic_shared = value
-    elif name.startswith("REQUIRED_CLUSTER") and function.needs_cluster:
-        raise RefusedError("NOT_PERMITTED")
-    elif value in _SETTINGS.get(name, ()):
-        function.settings[name] = value
-    else:
+    elif value not in _SETTINGS.get(name, ()) or (name.startswith("REQUIRED") and function.cluster_compiled_in):
         raise RefusedError("INVALID_VALUE")
+    else:
+        function.settings[name] = int(value != 0) if name.endswith("ALLOWED") else value
 
 
 @call(1)

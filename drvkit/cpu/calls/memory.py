@@ -183,8 +183,7 @@ def cuPointerGetAttribute(attribute: Any, pointer: Any) -> Any:
 
 def pointer_attribute(attribute: int, address: int) -> Any:
     allocation = memory.find(address)
-    graph_memory = None if allocation is None else state.graph_memory.get(allocation.address)
-    if allocation is None or allocation.freed or (graph_memory is not None and not graph_memory.held):
+    if allocation is None or allocation.freed or allocation.absent:
         raise RefusedError("INVALID_VALUE")
     on_host = allocation.kind == "pinned"
     values: dict[str, Any] = {
@@ -251,9 +250,8 @@ def _now(operation: Copy | Fill) -> None:
     """Do it on the legacy stream, and wait."""
     with machine:
         context = current()
-        operation.check()
         stream = stream_of(0)
-        stream.queue(operation)
+        _later(operation, stream)
         work = stream.tail
     wait(context, lambda: stream.done)
     saw(work)
@@ -261,6 +259,8 @@ def _now(operation: Copy | Fill) -> None:
 
 def _later(operation: Copy | Fill, stream: Stream) -> None:
     operation.check()
+    if stream.capture is None and operation.absent is not None:
+        raise RefusedError("INVALID_VALUE", f"{operation.absent:#x} is {memory.place(operation.absent)}")
     stream.queue(operation)
 
 
@@ -298,11 +298,7 @@ def _memcpy_pair(target: int, source: int) -> tuple[Any, Any]:
     """A 1-D copy between kinds of memory, at once and queued."""
 
     def end(memory_type: int, given: Any) -> tuple[int, int]:
-        """Unified addresses say themselves what is there."""
-        address = int(given) if memory_type == _DEVICE else host_address(given)
-        if memory_type == _UNIFIED:
-            memory_type = _DEVICE if address in memory else _HOST
-        return memory_type, address
+        return memory_type, int(given) if memory_type == _DEVICE else host_address(given)
 
     def copy(to: Any, from_: Any, nbytes: int, device: int) -> Copy:
         return _linear(end(target, to), end(source, from_), nbytes, device)

@@ -180,3 +180,20 @@ def libraries(world: World) -> Any:
         status(driver.cuLibraryLoadData(b"nonsense\0", None, None, 0, None, None, 0)),
         status(driver.cuLibraryUnload(library)),
     ]
+
+
+@case
+def nonsense_library(world: World) -> Any:
+    """Whose image is first looked at when it is used."""
+
+    def load(image: bytes) -> Any:
+        return driver.cuLibraryLoadData(image, None, None, 0, None, None, 0)
+
+    library = must(load(b"nonsense\0"))
+    return [
+        status(driver.cuLibraryGetKernel(library, b"k")),
+        status(driver.cuLibraryGetModule(library)),
+        status(driver.cuLibraryUnload(library)),
+        status(load(b".version 8.0\n.target sm_90\n.address_size 64\nother syntax\0")),
+        status(load(b"\0")),
+    ]

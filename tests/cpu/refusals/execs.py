@@ -11,6 +11,7 @@ from .world import (
     add_kernel,
     add_memset,
     alloc_params,
+    begin_capture,
     case,
     copy_params,
     driver,
@@ -365,7 +366,7 @@ def alloc_update(world: World) -> Any:
     def build(nbytes: int) -> tuple[Any, Any]:
         graph, params = must(driver.cuGraphCreate(0)), alloc_params(nbytes)
         must(driver.cuGraphAddMemAllocNode(graph, None, 0, params))
-        return graph, params.dptr
+        return graph, int(params.dptr)  # not the view of it, which ends with params
 
     (graph, old), (other_graph, new), (large, _) = build(1024), build(1024), build(1 << 20)
     exec_ = instantiate(world, graph, destroy=False)
@@ -433,3 +434,52 @@ def exec_memory_types(world: World) -> Any:
         put(out),
         put(out, dst=world.pinned),
     ]
+
+
+@case
+def alloc_update_used(world: World) -> Any:
+    """Updates of an exec that allocates, fills and frees, and what it copies from there before and after."""
+
+    def build(nbytes: int, value: int) -> Any:
+        graph, params = must(driver.cuGraphCreate(0)), alloc_params(nbytes)
+        made = must(driver.cuGraphAddMemAllocNode(graph, None, 0, params))
+        filled = add_memset(world, graph, [made], dst=params.dptr, value=value)
+        copy = copy_params(world, src=params.dptr)
+        copied = must(driver.cuGraphAddMemcpyNode(graph, [filled], 1, copy, world.context))
+        must(driver.cuGraphAddMemFreeNode(graph, [copied], 1, params.dptr))
+        return graph
+
+    exec_ = instantiate(world, build(1024, 1), destroy=False)
+    answers: list[Any] = []
+    for graph in (None, build(1024, 2), build(1 << 22, 3)):
+        if graph is not None:
+            answers.append(update_exec(exec_, graph))
+        answers += [status(driver.cuGraphLaunch(exec_, world.stream)), status(driver.cuStreamSynchronize(world.stream))]
+        must(driver.cuMemcpyDtoH(world.host, world.other_memory, 16))
+        answers.append(world.host[:16:4].tolist())
+    return answers
+
+
+@case
+def unified_update(world: World) -> Any:
+    """What a captured copy of unified addresses says, and what its exec takes instead."""
+    pinned = driver.CUdeviceptr(world.pinned)
+
+    def captured(target: Any) -> tuple[Any, Any, list[int]]:
+        begin_capture(world.stream)
+        must(driver.cuMemcpyAsync(target, world.memory, 16, world.stream))
+        graph = must(driver.cuStreamEndCapture(world.stream))
+        (node,) = must(driver.cuGraphGetNodes(graph, 1))[0]
+        said = must(driver.cuGraphMemcpyNodeGetParams(node))
+        return graph, node, [int(said.dstMemoryType), int(said.srcMemoryType)]
+
+    graph, node, said = captured(world.other_memory)
+    exec_ = instantiate(world, graph, destroy=False)
+
+    def put(target: Any, to_host: bool = False) -> str:
+        params = copy_params(world, dst=target, to_host=to_host)
+        return status(driver.cuGraphExecMemcpyNodeSetParams(exec_, node, params, world.context))
+
+    answers: list[Any] = [*said, put(pinned), put(world.pinned, to_host=True)]
+    graph, _, said = captured(pinned)
+    return [*answers, *said, update_exec(exec_, graph)]

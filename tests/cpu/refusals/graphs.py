@@ -706,3 +706,71 @@ def updatable(world: World) -> Any:
 
     answers.append(launch(world, attrs=[("DEVICE_UPDATABLE_KERNEL_NODE", make_updatable)]))
     return [*answers, end_capture(world.stream)]
+
+
+@case
+def updatable_in_child(world: World) -> Any:
+    """The copy that a child has of a kernel node that kernels may change."""
+
+    def handle(node: Any) -> tuple[list[Any], int]:
+        result = driver.cuGraphKernelNodeGetAttribute(node, driver.CUlaunchAttributeID(13))
+        said = result[1].deviceUpdatableKernelNode
+        return [status(result), int(said.deviceUpdatable)], int(said.devNode)
+
+    child = must(driver.cuGraphCreate(0))
+    kernel = add_kernel(world, child)
+    value = driver.CUkernelNodeAttrValue()
+    value.deviceUpdatableKernelNode.deviceUpdatable = 1
+    must(driver.cuGraphKernelNodeSetAttribute(kernel, driver.CUlaunchAttributeID(13), value))
+    node = must(driver.cuGraphAddChildGraphNode(world.graph, None, 0, child))
+    (twin,) = must(driver.cuGraphGetNodes(must(driver.cuGraphChildGraphNodeGetGraph(node)), 1))[0]
+    (said, own), (twin_said, twins) = handle(kernel), handle(twin)
+    return [
+        said,
+        twin_said,
+        own != twins,
+        twins != 0,
+        not isinstance(instantiate(world, world.graph, destroy=False), list),
+        instantiate(world, world.graph),
+        instantiate(world, child),
+        status(driver.cuGraphClone(world.graph)),
+        status(move_child(world, must(driver.cuGraphCreate(0)), child)),
+    ]
+
+
+@case
+def moved_as_child(world: World) -> Any:
+    child = must(driver.cuGraphCreate(0))
+    add_memset(world, child)
+    return [
+        status(move_child(world, world.graph, child)),
+        status(driver.cuGraphAddChildGraphNode(must(driver.cuGraphCreate(0)), None, 0, child)),
+    ]
+
+
+@case
+def moved_once_with_exec(world: World) -> Any:
+    """With memory of its own."""
+    child, params = must(driver.cuGraphCreate(0)), alloc_params()
+    node = must(driver.cuGraphAddMemAllocNode(child, None, 0, params))
+    must(driver.cuGraphAddMemFreeNode(child, [node], 1, params.dptr))
+    instantiate(world, child, destroy=False)
+    return [status(move_child(world, world.graph, child)), instantiate(world, world.graph)]
+
+
+@case
+def sibling_condition(world: World) -> Any:
+    """A handle made for a body, tested in the other one of the node."""
+    _, (body, other) = add_conditional(world, world.graph, size=2)
+    add_conditional(world, other, handle=must(driver.cuGraphConditionalHandleCreate(body, world.context, 1, 1)))
+    return instantiate(world, world.graph)
+
+
+@case
+def body_condition_gone(world: World) -> Any:
+    """A handle made for a body, tested in the graph around it, when the body is removed."""
+    handle = must(driver.cuGraphConditionalHandleCreate(world.graph, world.context, 1, 1))
+    node, (body,) = add_conditional(world, world.graph, handle=handle)
+    add_conditional(world, world.graph, handle=must(driver.cuGraphConditionalHandleCreate(body, world.context, 1, 1)))
+    removed = status(driver.cuGraphDestroyNode(node))
+    return [removed, add_conditional(world, world.graph, handle=handle) is None, instantiate(world, world.graph)]

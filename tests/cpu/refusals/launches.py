@@ -8,6 +8,23 @@ from typing import Any
 from .world import World, begin_capture, case, cluster, driver, end_capture, launch, must, status
 
 
+def put_attribute(world: World, name: str, value: int) -> str:
+    attribute = driver.CUfunction_attribute.__members__[f"CU_FUNC_ATTRIBUTE_{name}"]
+    return status(driver.cuFuncSetAttribute(world.empty, attribute, value))
+
+
+def attribute_of(world: World, name: str) -> int:
+    attribute = driver.CUfunction_attribute.__members__[f"CU_FUNC_ATTRIBUTE_{name}"]
+    return int(must(driver.cuFuncGetAttribute(attribute, world.empty)))
+
+
+def preferred(x: int, y: int = 1, z: int = 1) -> tuple[str, Callable[[Any], None]]:
+    def put(value: Any) -> None:
+        value.preferredClusterDim.x, value.preferredClusterDim.y, value.preferredClusterDim.z = (x, y, z)
+
+    return ("PREFERRED_CLUSTER_DIMENSION", put)
+
+
 @case
 def device_attributes(world: World) -> Any:
     def value(attribute: Any) -> Any:
@@ -78,13 +95,6 @@ def launch_shared(world: World) -> Any:
 
 @case
 def launch_cluster(world: World) -> Any:
-    def preferred(x: int) -> tuple[str, Callable[[Any], None]]:
-
-        def put(value: Any) -> None:
-            value.preferredClusterDim.x, value.preferredClusterDim.y, value.preferredClusterDim.z = (x, 1, 1)
-
-        return ("PREFERRED_CLUSTER_DIMENSION", put)
-
     return [
         launch(world, grid=(4, 1, 1), attrs=[cluster(2)]),
         launch(world, grid=(4, 1, 1), attrs=[cluster(3)]),
@@ -163,12 +173,6 @@ def occupancy(world: World) -> Any:
 
 @case
 def preferred_clusters(world: World) -> Any:
-    def preferred(x: int, y: int = 1, z: int = 1) -> tuple[str, Callable[[Any], None]]:
-        def put(value: Any) -> None:
-            value.preferredClusterDim.x, value.preferredClusterDim.y, value.preferredClusterDim.z = (x, y, z)
-
-        return ("PREFERRED_CLUSTER_DIMENSION", put)
-
     answers: list[Any] = [
         launch(world, grid=(16, 1, 2), attrs=[cluster(x), preferred(*extents)])
         for x, extents in ((2, (3,)), (2, (16,)), (1, (8, 1, 2)), (1, (4, 1, 2)), (2, (0, 0, 0)), (2, (0, 1, 1)))
@@ -202,3 +206,41 @@ def func_settings(world: World) -> Any:
 def occupancy_too_wide(world: World) -> Any:
     result = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(world.empty, 1025, 0)
     return [status(result), result[1]]
+
+
+@case
+def required(world: World) -> Any:
+    """A kernel that is set to require a cluster."""
+    answers: list[Any] = [put_attribute(world, "NON_PORTABLE_CLUSTER_SIZE_ALLOWED", value) for value in (2, -1)]
+    answers.append(attribute_of(world, "NON_PORTABLE_CLUSTER_SIZE_ALLOWED"))
+    answers += [put_attribute(world, "REQUIRED_CLUSTER_WIDTH", value) for value in (-1, 2)]
+    names = ("REQUIRED_CLUSTER_WIDTH", "REQUIRED_CLUSTER_HEIGHT", "CLUSTER_SIZE_MUST_BE_SET")
+    answers += [attribute_of(world, name) for name in names]
+    answers.append(launch(world, grid=(4, 1, 1)))
+    names = ("REQUIRED_CLUSTER_HEIGHT", "REQUIRED_CLUSTER_DEPTH", "CLUSTER_SIZE_MUST_BE_SET")
+    answers += [put_attribute(world, name, 1) for name in names]
+    return [
+        *answers,
+        launch(world, grid=(4, 1, 1)),
+        launch(world, grid=(3, 1, 1)),
+        launch(world, grid=(4, 1, 1), attrs=[cluster(1)]),
+        launch(world, grid=(4, 1, 1), attrs=[cluster(4)]),
+    ]
+
+
+@case
+def compiled_cluster(world: World) -> Any:
+    """A kernel that was compiled for a cluster."""
+    text = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry k() .reqnctapercluster 2, 1, 1 { ret; }\0"
+    world.empty = must(driver.cuModuleGetFunction(must(driver.cuModuleLoadData(text)), b"k"))
+    return [
+        attribute_of(world, "CLUSTER_SIZE_MUST_BE_SET"),
+        put_attribute(world, "REQUIRED_CLUSTER_WIDTH", 4),
+        launch(world, grid=(4, 1, 1)),
+        launch(world, grid=(4, 1, 1), attrs=[preferred(4)]),
+    ]
+
+
+@case
+def preferred_too_large(world: World) -> Any:
+    return launch(world, grid=(32, 1, 1), attrs=[cluster(2), preferred(32)])

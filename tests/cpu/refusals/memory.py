@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .world import World, case, copy_params, driver, must, status
+from .world import World, alloc_params, case, copy_params, driver, instantiate, must, status
 
 
 @case
@@ -328,3 +328,51 @@ def import_closed(world: World) -> Any:
     os.close(file)
     handle_type = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     return status(driver.cuMemImportFromShareableHandle(file, handle_type))
+
+
+@case
+def unheld_fill(world: World) -> Any:
+    """Fills of a graph's memory at once: before, while and after a launch has it."""
+    params = alloc_params()
+    must(driver.cuGraphAddMemAllocNode(world.graph, None, 0, params))
+    answers = [status(driver.cuMemsetD8(params.dptr, 1, 16))]
+    must(driver.cuGraphLaunch(instantiate(world, world.graph, destroy=False), world.stream))
+    must(driver.cuStreamSynchronize(world.stream))
+    answers.append(status(driver.cuMemsetD8(params.dptr, 1, 16)))
+    must(driver.cuMemFree(params.dptr))
+    return [
+        *answers,
+        status(driver.cuMemsetD8(params.dptr, 1, 16)),
+        status(driver.cuMemsetD8Async(params.dptr, 1, 16, world.stream)),
+        status(driver.cuStreamSynchronize(world.stream)),
+    ]
+
+
+@case
+def trimmed(world: World) -> Any:
+    """What a pool keeps, in MiB, that is to keep all: when it is trimmed before the frees are done, and after."""
+    properties = driver.CUmemPoolProps()
+    properties.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    pool, attributes = must(driver.cuMemPoolCreate(properties)), driver.CUmemPool_attribute
+
+    def look() -> int:
+        return int(must(driver.cuMemPoolGetAttribute(pool, attributes.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT))) >> 20
+
+    must(driver.cuMemPoolSetAttribute(pool, attributes.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, driver.cuuint64_t(1 << 40)))
+    many = [must(driver.cuMemAllocFromPoolAsync(20 << 20, pool, world.stream)) for _ in range(4)]
+    answers = [look()]
+    for memory in many:
+        must(driver.cuMemFreeAsync(memory, world.stream))
+    must(driver.cuMemPoolTrimTo(pool, 10 << 20))
+    answers.append(look())
+    must(driver.cuStreamSynchronize(world.stream))
+    answers.append(look())
+    must(driver.cuMemPoolTrimTo(pool, 10 << 20))
+    answers.append(look())
+    memory = must(driver.cuMemAllocFromPoolAsync(100 << 20, pool, world.stream))
+    must(driver.cuMemFreeAsync(memory, world.stream))
+    must(driver.cuStreamSynchronize(world.stream))
+    answers.append(look())
+    must(driver.cuMemPoolTrimTo(pool, 10 << 20))
+    return [*answers, look()]
