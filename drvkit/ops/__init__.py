@@ -45,8 +45,11 @@ FLOATS = {
 }
 INTS = {np.dtype(np.int32): "int"}
 _CTYPES = FLOATS | INTS
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_STANDS_FOR_BFLOAT16 = (np.dtype(np.uint16), np.dtype("V2"))
+# What others have where they cannot name the dtype.
+_STAND_FOR = {
+    **dict.fromkeys((np.dtype(np.uint16), np.dtype("V2")), np.dtype(ml_dtypes.bfloat16)),
+    **dict.fromkeys((np.dtype(np.uint8), np.dtype("V1")), np.dtype(ml_dtypes.float8_e4m3fn)),
+}
 
 _modules: dict[tuple[Device, str], Module] = {}
 
@@ -107,25 +110,100 @@ def vectorised(kernel: str, operands: Operands) -> tuple[str, int, int]:
 
 def array(label: str, operand: Any, dtypes: Collection[np.dtype[Any]]) -> View:
     """What a contiguous device array of one of ``dtypes`` shows of itself; errors begin with ``label``."""
-    wanted = f"{label}: wanted a device array of {' or '.join(dtype.name for dtype in dtypes)}"
-    view = view_of(operand)
-    if view is None or view.on_host:
-        raise TypeError(f"{wanted}, got {type(operand).__name__}{' (in host memory)' if view else ''}")
-    if not isinstance(operand, Buffer) and view.dtype in _STANDS_FOR_BFLOAT16:
-        view = view._replace(dtype=_BFLOAT16)
-    if view.dtype not in dtypes:
-        raise TypeError(f"{wanted}, got {view.dtype}")
-    if not view.contiguous:
-        raise ValueError(f"{wanted}, contiguous, got strides {view.strides} of shape {view.shape}")
-    return view
+    seen = view(label, operand, dtypes)
+    if not seen.contiguous:
+        raise ValueError(f"{_wanted(label, dtypes)}, contiguous, got strides {seen.strides} of shape {seen.shape}")
+    return seen
+
+
+def view(label: str, operand: Any, dtypes: Collection[np.dtype[Any]]) -> View:
+    """`array` of any strides."""
+    wanted = _wanted(label, dtypes)
+    seen = view_of(operand)
+    if seen is None or seen.on_host:
+        raise TypeError(f"{wanted}, got {type(operand).__name__}{' (in host memory)' if seen else ''}")
+    if not isinstance(operand, Buffer) and _STAND_FOR.get(seen.dtype) in dtypes:
+        seen = seen._replace(dtype=_STAND_FOR[seen.dtype])
+    if seen.dtype not in dtypes:
+        raise TypeError(f"{wanted}, got {seen.dtype}")
+    return seen
+
+
+def _wanted(label: str, dtypes: Collection[np.dtype[Any]]) -> str:
+    return f"{label}: wanted a device array of {' or '.join(dtype.name for dtype in dtypes)}"
+
+
+def shaped(label: str, seen: View, shape: tuple[int, ...]) -> None:
+    """Refuse any other shape."""
+    if seen.shape != shape:
+        raise ValueError(f"{label}: wanted shape {shape}, got {seen.shape}")
 
 
 def apart(label: str, written: View, role: str, read: View) -> None:
-    """Refuse ``written`` to overlap ``read``."""
-    if written.address < read.address + read.nbytes and read.address < written.address + written.nbytes:
+    """Refuse ``written`` to overlap ``read``, neither of a negative stride. Arrays of the same strides may lie between
+    each other's rows."""
+    if _touch(written, read):
         raise ValueError(
             f"{label} at {written.address:#x} ({written.nbytes} bytes) overlaps {role} at {read.address:#x}"
         )
+
+
+def span(operand: Any, seen: View) -> Any:
+    """An operand as a pointer parameter takes it: a strided one as all that lies between its first and last element."""
+    if seen.contiguous:
+        return operand
+    count = _reach(seen) // seen.dtype.itemsize
+    if isinstance(operand, Buffer):
+        return Buffer(operand.allocation, operand.box, seen.address, seen.dtype, (count,), (seen.dtype.itemsize,))
+    return _Span(operand, seen, count)
+
+
+class _Span:
+    """Of another library's array."""
+
+    def __init__(self, operand: Any, seen: View, count: int) -> None:
+        self.operand = operand  # keeps the memory
+        data = (seen.address, seen.readonly)
+        self.__cuda_array_interface__ = {"version": 3, "data": data, "typestr": seen.dtype.str, "shape": (count,)}
+
+
+def _touch(a: View, b: View) -> bool:
+    if not a.size or not b.size:
+        return False
+    (width, axes), (other_width, other_axes) = _runs(a), _runs(b)
+    distance = b.address - a.address
+    if [stride for stride, _ in axes] == [stride for stride, _ in other_axes]:
+        counts = [(stride, n, m) for (stride, n), (_, m) in zip(axes, other_axes, strict=True)]
+        return _meet(distance, counts, width, other_width)
+    return -_reach(b) < distance < _reach(a)
+
+
+def _meet(distance: int, axes: list[tuple[int, int, int]], width: int, other_width: int) -> bool:
+    """Whether a run of one array meets a run of the other, the first ones of which are ``distance`` apart; ``axes`` has
+    (stride, runs of the one, runs of the other), from the largest stride."""
+    if not axes:
+        return -other_width < distance < width
+    (stride, n, m), *inner = axes
+    reach = max(width, other_width) + sum(step * (max(counts) - 1) for step, *counts in inner)
+    nearest, furthest = -((reach + distance) // stride), (reach - distance) // stride
+    steps = range(max(nearest, 1 - n), min(furthest, m - 1) + 1)
+    return any(_meet(distance + step * stride, inner, width, other_width) for step in steps)
+
+
+def _runs(seen: View) -> tuple[int, list[tuple[int, int]]]:
+    """Bytes that lie together, and (stride, count) of what repeats them, from the largest stride."""
+    width, axes = seen.dtype.itemsize, []
+    for stride, count in sorted(zip(seen.strides, seen.shape, strict=True)):
+        if stride == width:
+            width *= count
+        elif count > 1 and stride:
+            axes.append((stride, count))
+    return width, axes[::-1]
+
+
+def _reach(seen: View) -> int:
+    """Bytes from the first element to behind the last one."""
+    return seen.dtype.itemsize + sum(stride * (n - 1) for stride, n in zip(seen.strides, seen.shape, strict=True))
 
 
 def kernel(device: Device, source: str, name: str) -> Kernel:
@@ -139,24 +217,41 @@ def kernel(device: Device, source: str, name: str) -> Kernel:
 def submit(
     where: Where, source: str, function: str, threads: int, args: tuple[Any, ...], after: After, name: str | None
 ) -> Node | None:
-    """Launch ``function`` of ``source`` with a thread for each of ``threads``, or add it to a graph.
+    """`launch` with a thread for each of ``threads``. For none nothing is launched; a graph gets an empty node, which
+    edges can be drawn to."""
+    if threads or not hasattr(where, "empty"):
+        grid = -(-threads // BLOCK)
+        return launch(where, source, function, grid, BLOCK, args, after=after, name=name)
+    return where.empty(after=after, name=name)
 
-    For no threads nothing is launched; a graph gets an empty node, which edges can be drawn to.
-    """
-    op, grid = function.partition("<")[0], -(-threads // BLOCK)
+
+def launch(
+    where: Where,
+    source: str,
+    function: str,
+    grid: int | tuple[int, ...],
+    block: int,
+    args: tuple[Any, ...],
+    *,
+    shared_mem_bytes: int = 0,
+    after: After = None,
+    name: str | None = None,
+) -> Node | None:
+    """Launch ``function`` of ``source``, unless the grid is empty, or add it to a graph."""
+    op = function.partition("<")[0]
     if isinstance(where, Stream):
         if after is not None or name is not None:
             raise TypeError(f"{op}: after= and name= are for nodes; a launch comes after what its stream has")
         where.handle  # noqa: B018 - refuses a closed one
-        if threads:
-            kernel(where.device, source, function).launch(where, grid=grid, block=BLOCK, args=args)
+        if grid:
+            ready = kernel(where.device, source, function)
+            ready.launch(where, grid=grid, block=block, shared_mem_bytes=shared_mem_bytes, args=args)
         return None
     if not hasattr(where, "kernel"):
         raise TypeError(
             f"{op}: wanted a drvkit Stream or Graph, got {type(where).__name__}; "
             "dev.as_stream(stream) makes a Stream of another library's"
         )
-    if not threads:
-        return where.empty(after=after, name=name)
     ready = kernel(where.device, source, function)
-    return where.kernel(ready, grid=grid, block=BLOCK, args=args, after=after, name=name)
+    shared: dict[str, Any] = {"shared_mem_bytes": shared_mem_bytes} if shared_mem_bytes else {}
+    return where.kernel(ready, grid=grid, block=block, args=args, after=after, name=name, **shared)
