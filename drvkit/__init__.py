@@ -4,6 +4,7 @@ The way of the data, file by file: source -> build -> module -> graph -> replay.
 """
 
 from .attributes import AccessPolicyWindow, Attributes, ProgrammaticEvent
+from .buckets import BucketError, Buckets, Key, Pad
 from .build import Cache, CompileError, Image, build
 from .device import Device, Event, Stream
 from .driver import DriverError
@@ -20,6 +21,8 @@ __all__ = [
     "AccessPolicyWindow",
     "ArgumentError",
     "Attributes",
+    "BucketError",
+    "Buckets",
     "Buffer",
     "Cache",
     "ClosedError",
@@ -34,11 +37,13 @@ __all__ = [
     "GraphError",
     "Image",
     "Kernel",
+    "Key",
     "Launch",
     "Live",
     "MemoryPool",
     "Module",
     "Node",
+    "Pad",
     "Port",
     "ProgrammaticEvent",
     "Source",

@@ -26,7 +26,7 @@ ORDER = (
         "signature",
         "attributes",
     ),
-    *("module", "node", "show", "graph", "replay", "ops", "ref", "cpu", "pytest_plugin"),
+    *("module", "node", "show", "graph", "replay", "buckets", "ops", "ref", "cpu", "pytest_plugin"),
 )
 
 

@@ -107,6 +107,7 @@ _RAW = {
     "cuGraphExecUpdate": _Raw(graph_exec_update, 3),
     "cuModuleLoadDataEx": _Raw(_module_load_data_ex, 5),
     "cuPointerGetAttribute": _Raw(_pointer_get_attribute, 3),
+    **{name: _Raw(vars(memory)[name].__wrapped__, 6) for name in (f"cuMemsetD2D{bits}Async" for bits in (8, 16, 32))},
 }
 _callbacks: dict[str, Any] = {}  # for ever: their addresses were given away
 
