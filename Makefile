@@ -24,8 +24,9 @@ lint: $(READY)  ## ruff: style and format
 typecheck: $(READY)  ## mypy, strict
 	$(RUN) -m mypy
 
-bench: $(READY)  ## host cost of launches and graphs beside their peers (needs a GPU)
+bench: $(READY)  ## host cost of launches and graphs, and attention, beside their peers (needs a GPU)
 	$(RUN) tests/bench/bench_launch.py
+	$(RUN) tests/bench/bench_attention.py
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

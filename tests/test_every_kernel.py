@@ -16,6 +16,7 @@ CUDA_SRC = Path(__file__).resolve().parent.parent / "cuda_src"
 CUBINS = ("sm_80", "sm_90a", "sm_100a", "sm_120")
 
 FLOATS = ("float", "__half", "__nv_bfloat16")
+HALVES = ("__half", "__nv_bfloat16")
 WIDE = ("float,4", "__half,8", "__nv_bfloat16,8")
 INTEGERS = ("bool", "signed char", "unsigned char", "short", "unsigned short", "int", "unsigned")
 WIDE_INTEGERS = ("long long", "unsigned long long")
@@ -27,6 +28,24 @@ def instances(kernel: str, *arguments: str) -> list[str]:
 
 INSTANCES: dict[str, list[str]] = {
     "add": [*instances("add", *FLOATS, *WIDE), *instances("add_scalar", *FLOATS, *WIDE)],
+    "kv_write": instances(
+        "kv_write",
+        *(f"{t},{kv},{rotation}" for t in HALVES for kv in (t, "__nv_fp8_e4m3") for rotation in range(3)),
+    ),
+    "paged_attention": [
+        *instances(
+            "paged_attention",
+            *("__nv_bfloat16,__nv_bfloat16,128,16,8,0,3,2", "__nv_bfloat16,__nv_fp8_e4m3,128,16,8,0,3,3"),
+            *("__half,__half,64,64,16,15,3,3", "__half,__nv_fp8_e4m3,256,8,16,15,3,2"),
+            "__nv_bfloat16,__nv_bfloat16,256,128,16,0,3,1",
+        ),
+        *instances("merge_attention", *HALVES),
+    ],
+    "prefill_attention": instances(
+        "prefill_attention",
+        *("__nv_bfloat16,__nv_bfloat16,128,16,0", "__half,__half,64,8,15"),
+        *("__nv_bfloat16,__nv_fp8_e4m3,128,16,12", "__nv_bfloat16,__nv_bfloat16,256,16,15"),
+    ),
     "scale": [
         *instances("scale", *FLOATS, *WIDE),
         *instances("scale_dynamic", *FLOATS, *WIDE),

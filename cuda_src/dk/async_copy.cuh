@@ -1,0 +1,25 @@
+// Copies from global into shared memory that go on while the thread does.
+
+#pragma once
+
+#include "mma.cuh"
+
+namespace dk {
+
+// 16 bytes; both ends are aligned to 16.
+__device__ inline void copy_async_16(unsigned to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// 16 bytes of which the first `bytes` (0..16) are read, and the others become 0.
+__device__ inline void copy_async_16(unsigned to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// What this thread has queued since the last call is one group.
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all groups of this thread but the newest kLeft are there. Others see them behind a barrier.
+template <int kLeft>
+__device__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+}  // namespace dk

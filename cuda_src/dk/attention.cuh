@@ -1,0 +1,59 @@
+// What the attention kernels compute with.
+//
+// Shared memory is 16 bytes a chunk; chunk c of row r stands where c ^ (r & 7) would, which spares bank conflicts.
+
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include <cuda/std/type_traits>
+
+#include "mma.cuh"
+
+namespace dk {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+// Flags of an instance.
+constexpr int kSoftCap = 1, kSinks = 2, kScales = 4, kLse = 8;
+
+// 2^x; 0 for -inf.
+__device__ inline float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// tanh(x) by an exponential and an approximate quotient: off by some 1e-7, where tanh.approx is by 5e-4.
+__device__ inline float tanh_fast(float x) { return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2.0f * kLog2e * x)); }
+
+// Two e4m3, the first in the low byte, as two halves.
+__device__ inline unsigned halves(unsigned pair) {
+#if __CUDA_ARCH__ >= 890
+  unsigned both;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(static_cast<unsigned short>(pair)));
+  return both;
+#else
+  const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
+  return static_cast<unsigned>(raw.x) | static_cast<unsigned>(raw.y) << 16;
+#endif
+}
+
+// Two e4m3 as a pair of T, exactly.
+template <typename T>
+__device__ unsigned widen(unsigned two) {
+  const unsigned both = halves(two);
+  if constexpr (cuda::std::is_same_v<T, __half>) return both;
+  const float2 floats = __half22float2(reinterpret_cast<const __half2&>(both));
+  return pair<T>(floats.x, floats.y);
+}
+
+// The byte in which chunk `chunk` of row `row` of kRowBytes begins.
+template <int kRowBytes>
+__device__ unsigned swizzled(int row, int chunk) {
+  if constexpr (kRowBytes == 64) return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
+  return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
+}
+
+}  // namespace dk

@@ -1,0 +1,298 @@
+"""Attention of a step of decoding to keys and values in pages, inside of one graph.
+
+A request of ``lengths[r]`` tokens has one to four queries a head, its last tokens; see `drvkit.ref.paged_attention` for
+the formula. All that changes from step to step is the contents of device memory: lengths, block table, queries, pools.
+A graph with these nodes is replayed for any lengths, and for any number of requests up to ``requests``: those beyond
+have length 0, and get zeros and an lse of -inf.
+
+`plan_decode` divides a step's tokens evenly among as many blocks as are resident on the device; all layers share the
+plan. What a block computes of a sum that others have a part in goes to a slot, two for each block however long the
+requests are, and the last one to bring a part merges them in a fixed order: the same bits on every run of one plan.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Protocol
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike
+
+from ..device import Device
+from . import Where, array, launch, shaped, span, submit, view
+
+if TYPE_CHECKING:
+    from ..graph import After
+    from ..node import Node
+
+__all__ = ["DecodePlan", "merge_attention", "paged_attention", "plan_decode"]
+
+TILE = 64  # tokens
+THREADS = 128
+CTYPES = {
+    np.dtype(np.float16): "__half",
+    np.dtype(ml_dtypes.bfloat16): "__nv_bfloat16",
+    np.dtype(ml_dtypes.float8_e4m3fn): "__nv_fp8_e4m3",
+}
+HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+SOFT_CAP, SINKS, SCALES, LSE = 1, 2, 4, 8
+# By the bytes of a row of keys: stages of the pipeline, and resident blocks of a multiprocessor.
+PIPELINE = {64: (4, 3), 128: (3, 3), 256: (3, 2), 512: (3, 1)}
+INVARIANT_UNITS = 64  # that a work has at most
+
+
+class DecodePlan:
+    """How the work of a step is divided, and the room for that. One plan may serve all layers of a step, and any step.
+
+    Args:
+        device: where.
+        requests: how many at most.
+        q_heads, kv_heads, dim: of the attention; ``q_heads / kv_heads`` is at most 64, dim 64, 128 or 256.
+        page_size: tokens of a page: 8, 16, 32, 64 or 128.
+        table_width: pages of a request at most: columns of the block table.
+        dtype, kv_dtype: of queries (float16 or bfloat16) and of the pools (the same, or float8_e4m3fn).
+        q_len: queries of a request, 1 to 4.
+        window: a query attends to so many tokens before its own; None: to all.
+        batch_invariant: a request's bits do not depend on the other requests. Costs some speed, and slots for
+            64 parts of each request and head.
+
+    Attributes:
+        blocks: of the attention kernel.
+        slots: for parts of sums. ``2 * blocks``; if batch-invariant, at most ``64 * requests * heads``.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        requests: int,
+        q_heads: int,
+        kv_heads: int,
+        dim: int,
+        page_size: int,
+        table_width: int,
+        dtype: DTypeLike = ml_dtypes.bfloat16,
+        kv_dtype: DTypeLike | None = None,
+        q_len: int = 1,
+        window: int | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.device = device
+        self.dtype = np.dtype(dtype)
+        self.kv_dtype = self.dtype if kv_dtype is None else np.dtype(kv_dtype)
+        what = "DecodePlan"
+        if self.dtype not in HALVES:
+            raise TypeError(f"{what}: dtype: wanted float16 or bfloat16, got {self.dtype}")
+        if self.kv_dtype not in (self.dtype, np.dtype(ml_dtypes.float8_e4m3fn)):
+            raise TypeError(f"{what}: kv_dtype: wanted {self.dtype} or float8_e4m3fn, got {self.kv_dtype}")
+        for name, number, allowed in (("dim", dim, (64, 128, 256)), ("page_size", page_size, (8, 16, 32, 64, 128))):
+            if number not in allowed:
+                raise ValueError(f"{what}: {name}: wanted one of {', '.join(map(str, allowed))}, got {number!r}")
+        for name, number in (("requests", requests), ("kv_heads", kv_heads), ("table_width", table_width)):
+            if number < 1:
+                raise ValueError(f"{what}: {name}: wanted at least 1, got {number!r}")
+        if q_heads % kv_heads or not 1 <= q_heads // kv_heads <= 64:
+            raise ValueError(f"{what}: q_heads: wanted 1 to 64 for each of {kv_heads} KV heads, got {q_heads!r}")
+        if not 1 <= q_len <= 4:
+            raise ValueError(f"{what}: q_len: wanted 1 to 4, got {q_len!r}")
+        if window is not None and window < 0:
+            raise ValueError(f"{what}: window: wanted None or at least 0, got {window!r}")
+        self.requests, self.q_heads, self.kv_heads, self.dim, self.q_len = requests, q_heads, kv_heads, dim, q_len
+        self.page_size, self.table_width, self.window = page_size, table_width, window
+        self.batch_invariant = batch_invariant
+        self.capacity = page_size * table_width
+
+        queries = q_heads // kv_heads * q_len
+        self.rows = next((rows for rows in (8, 16) if queries <= rows), 16)
+        self.parts = -(-queries // self.rows)
+        self.heads = kv_heads * self.parts
+        row_bytes = dim * self.kv_dtype.itemsize
+        self.stages, resident = PIPELINE[row_bytes]
+        stage_bytes = 2 * TILE * row_bytes + self.rows * dim * self.dtype.itemsize
+        self.shared_mem_bytes = self.stages * stage_bytes + self.rows * (TILE + 4) * 4
+        self.resident = resident
+        self.blocks = resident * device.multiprocessors
+        tiles = -(-self.capacity // TILE)
+        self.unit_tiles = max(4, -(-tiles // INVARIANT_UNITS)) if batch_invariant else 1
+        units = requests * self.heads * -(-tiles // self.unit_tiles)
+        if units >= 2**31:
+            size = f"{requests} requests x {self.heads} heads x {tiles} tiles"
+            raise ValueError(f"{what}: {size} are {units} units of work; fewer than 2**31 can be planned")
+        self.slots = units if batch_invariant else 2 * self.blocks
+        self.schedule = device.zeros(4 + 4 * self.blocks + 2 * requests, np.int32)
+        self.partials = device.empty(self.slots * self.rows * (dim + 2), np.float32)
+        self.arrivals = device.zeros(requests * self.heads, np.uint32)
+
+    @property
+    def nbytes(self) -> int:
+        """Of device memory."""
+        return self.schedule.nbytes + self.partials.nbytes + self.arrivals.nbytes
+
+    def reset(self, stream: Any = None) -> None:
+        """After a launch that was aborted: parts that were brought are forgotten."""
+        self.arrivals.fill(0, stream)
+
+    def close(self) -> None:
+        for buffer in (self.schedule, self.partials, self.arrivals):
+            buffer.close()
+
+    def __enter__(self) -> DecodePlan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def plan_decode(
+    where: Where, plan: DecodePlan, lengths: Any, *, after: After = None, name: str | None = None
+) -> Node | None:
+    """Divide the work of a step: ``lengths`` int32 [requests], the tokens of each request, its queries among them; 0
+    for padding. One node for all layers; the attention nodes wait for it by full edges.
+
+    A length beyond the block table is cut to it; the CPU device reports it.
+    """
+    seen = array("plan_decode: lengths", lengths, [np.dtype(np.int32)])
+    if seen.shape != (plan.requests,):
+        raise ValueError(f"plan_decode: lengths: wanted shape ({plan.requests},), got {seen.shape}")
+    window = -1 if plan.window is None else plan.window
+    args = (
+        *(lengths, plan.schedule, plan.requests, plan.capacity, plan.heads, plan.q_len, window, plan.unit_tiles),
+        *(1, int(plan.batch_invariant), plan.blocks),
+    )
+    return launch(where, "paged_attention", "plan_paged_attention", 1, 1024, args, after=after, name=name)
+
+
+def paged_attention(
+    where: Where,
+    plan: DecodePlan,
+    q: Any,
+    k: Any,
+    v: Any,
+    block_table: Any,
+    out: Any,
+    *,
+    lse: Any = None,
+    layout: str = "HND",
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    after: After = None,
+    name: str | None = None,
+) -> Node | None:
+    """``out = softmax(scale * q k^T) v`` for the step that ``plan`` was made for by `plan_decode`.
+
+    Args:
+        q, out: [requests, q_len, q_heads, dim], contiguous, of the plan's dtype.
+        k, v: pools of the plan's kv_dtype, [pages, kv_heads, page_size, dim] ("HND") or [pages, page_size, kv_heads,
+            dim] ("NHD"), of the same strides; a token's row is contiguous.
+        block_table: int32 [requests, table_width]; entries behind a request's last page are not read.
+        lse: float32 [requests, q_len, q_heads]: the natural logarithm of the sum of exp(logit), without the sink.
+        scale: of the logits; 1 / sqrt(dim) by default.
+        soft_cap: ``x`` becomes ``soft_cap * tanh(x / soft_cap)``.
+        sinks: float32 [q_heads]: exp(sink) is added to the sum below.
+        k_scale, v_scale: float32 [kv_heads], both or none: multiply keys and values.
+
+    With a programmatic edge from the node before, tokens before the queries' own are read before that node has ended:
+    it may write queries and the step's new tokens, and nothing else that this reads.
+    """
+    op = "paged_attention"
+    shape = (plan.requests, plan.q_len, plan.q_heads, plan.dim)
+    for role, operand in (("q", q), ("out", out)):
+        shaped(f"{op}: {role}", array(f"{op}: {role}", operand, [plan.dtype]), shape)
+    pointers, geometry = pools(op, plan, k, v, layout)
+    table = array(f"{op}: block_table", block_table, [np.dtype(np.int32)])
+    shaped(f"{op}: block_table", table, (plan.requests, plan.table_width))
+    floats = [np.dtype(np.float32)]
+    flags = 0
+    optional = (
+        *(("lse", lse, shape[:3], LSE), ("k_scale", k_scale, (plan.kv_heads,), SCALES)),
+        *(("v_scale", v_scale, (plan.kv_heads,), SCALES), ("sinks", sinks, (plan.q_heads,), SINKS)),
+    )
+    for role, operand, wanted, flag in optional:
+        if operand is not None:
+            shaped(f"{op}: {role}", array(f"{op}: {role}", operand, floats), wanted)
+            flags |= flag
+    if (k_scale is None) != (v_scale is None):
+        raise ValueError(f"{op}: {'k_scale' if k_scale is None else 'v_scale'} is missing: wanted both or none")
+    if scale is not None and not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"{op}: scale: wanted a positive number, got {scale!r}")
+    if soft_cap is not None:
+        if not (math.isfinite(soft_cap) and soft_cap > 0):
+            raise ValueError(f"{op}: soft_cap: wanted None or a positive number, got {soft_cap!r}")
+        flags |= SOFT_CAP
+    nothing = plan.partials  # for a parameter that this instance does not read
+    args = (
+        *(q, *pointers, block_table, plan.schedule, plan.partials, plan.arrivals, out),
+        *(nothing if each is None else each for each in (lse, k_scale, v_scale, sinks)),
+        *(*geometry, plan.table_width, plan.kv_heads),
+        *(plan.q_heads // plan.kv_heads, plan.parts, plan.q_len, -1 if plan.window is None else plan.window),
+        *(1 / math.sqrt(plan.dim) if scale is None else scale, 0.0 if soft_cap is None else soft_cap),
+    )
+    types = f"{CTYPES[plan.dtype]},{CTYPES[plan.kv_dtype]}"
+    sizes = f"{plan.dim},{plan.page_size},{plan.rows},{flags},{plan.stages},{plan.resident}"
+    return launch(
+        *(where, op, f"{op}<{types},{sizes}>", plan.blocks, THREADS, args),
+        shared_mem_bytes=plan.shared_mem_bytes,
+        after=after,
+        name=name,
+    )
+
+
+def merge_attention(
+    where: Where, outs: Any, lses: Any, out: Any, lse: Any, *, after: After = None, name: str | None = None
+) -> Node | None:
+    """Attention to the union of disjoint sets of tokens, of the attention to each (without sinks).
+
+    Args:
+        outs: [parts, rows, dim], ``out``: [rows, dim], float16 or bfloat16; dim a multiple of 8.
+        lses: float32 [parts, rows], ``lse``: [rows]. Parts of lse -inf count nothing, and are not read.
+    """
+    op = "merge_attention"
+    seen = array(f"{op}: outs", outs, HALVES)
+    if len(seen.shape) != 3 or seen.shape[2] % 8:
+        raise ValueError(f"{op}: outs: wanted shape (parts, rows, a multiple of 8), got {seen.shape}")
+    parts, rows, dim = seen.shape
+    floats = [np.dtype(np.float32)]
+    shaped(f"{op}: lses", array(f"{op}: lses", lses, floats), (parts, rows))
+    shaped(f"{op}: out", array(f"{op}: out", out, [seen.dtype]), (rows, dim))
+    shaped(f"{op}: lse", array(f"{op}: lse", lse, floats), (rows,))
+    args = (outs, lses, out, lse, parts, rows, dim)
+    function = f"{op}<{CTYPES[seen.dtype]}>"
+    return submit(where, "paged_attention", function, rows * 32, args, after, name)
+
+
+class Paged(Protocol):
+    """What an attention's plan says of the pools."""
+
+    kv_heads: int
+    page_size: int
+    dim: int
+    kv_dtype: np.dtype[Any]
+
+
+def pools(op: str, plan: Paged, k: Any, v: Any, layout: str) -> tuple[tuple[Any, Any], tuple[int, int, int, int]]:
+    """The pools of keys and values as kernels take them: their pointers; the strides, in elements, from page to page,
+    head to head and token to token, which they share; and their pages. `TypeError` or `ValueError` names the one that
+    does not fit."""
+    shapes = {"HND": (plan.kv_heads, plan.page_size, plan.dim), "NHD": (plan.page_size, plan.kv_heads, plan.dim)}
+    if layout not in shapes:
+        raise ValueError(f"{op}: layout: wanted HND or NHD, got {layout!r}")
+    wanted, item = shapes[layout], plan.kv_dtype.itemsize
+    keys, values = (view(f"{op}: {role}", pool, [plan.kv_dtype]) for role, pool in (("k", k), ("v", v)))
+    for role, seen in (("k", keys), ("v", values)):
+        if len(seen.shape) != 4 or seen.shape[1:] != wanted or not seen.shape[0]:
+            shape = ", ".join(map(str, wanted))
+            raise ValueError(f"{op}: {role}: wanted shape (pages, {shape}), got {seen.shape}")
+        if seen.strides[3] != item or any(each % 16 for each in (seen.address, *seen.strides[:3])):
+            raise ValueError(
+                f"{op}: {role}: wanted contiguous rows of {plan.dim} elements aligned to 16 bytes, got strides "
+                f"{seen.strides} at {seen.address:#x}"
+            )
+    if keys.strides != values.strides or keys.shape != values.shape:
+        raise ValueError(f"{op}: v has shape {values.shape}, strides {values.strides}; k {keys.shape}, {keys.strides}")
+    page, first, second = (stride // item for stride in keys.strides[:3])
+    head, token = (first, second) if layout == "HND" else (second, first)
+    return (span(k, keys), span(v, values)), (page, head, token, keys.shape[0])
