@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernels import ints
+from kernels import SOURCE, ints
 
 import drvkit as dk
 from drvkit.buckets import Scratch
@@ -142,7 +142,9 @@ def test_what_has_no_bucket_runs_eagerly_as_it_is(device: dk.Device, stream: dk.
     assert slots.numpy().tolist() == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("features", [{"a", "b"}, ["b", "a"], ("a", "b", "a"), frozenset("ab")], ids=str)
+@pytest.mark.parametrize(
+    "features", [{"a", "b"}, ["b", "a"], ("a", "b", "a"), frozenset("ab")], ids=["set", "list", "tuple", "frozenset"]
+)
 def test_keys_are_equal_whatever_they_are_made_of(features: Any) -> None:
     key = dk.Key(np.int64(3), None, "decode", features)  # type: ignore[arg-type]
     assert key == dk.Key(3, 3, "decode", frozenset({"a", "b"}))
@@ -302,7 +304,9 @@ def test_the_nodes_of_a_bucket_are_changed_by_name(stream: dk.Stream, doubling: 
 
 
 @pytest.mark.parametrize(
-    ("built", "got"), [(None, "None"), ([], "none"), ("graph", "'graph'"), ([nothing, 3], "3")], ids=str
+    ("built", "got"),
+    [(None, "None"), ([], "none"), ("graph", "'graph'"), ([nothing, 3], "3")],
+    ids=["None", "nothing", "text", "a number"],
 )
 def test_what_cannot_be_launched_is_refused(device: dk.Device, stream: dk.Stream, built: Any, got: str) -> None:
     with dk.Buckets(device, [2], lambda key, scratch: built) as buckets:
@@ -484,10 +488,8 @@ def test_a_pad_by_requests_needs_no_more_rows_than_requests(device: dk.Device, s
 # ---- order ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.drvkit_check  # which finds what has no order
-def test_runs_follow_each_other_on_whatever_streams(
-    device: dk.Device, module: dk.Module, stream: dk.Stream, another: dk.Stream
-) -> None:
+def run_on_two_streams(device: dk.Device, module: dk.Module, one: dk.Stream, other: dk.Stream) -> list[int]:
+    """What runs of two sizes left behind, which share inputs and scratch memory."""
     log, slots = device.zeros(8, np.int32), ints(device, *range(4))
     append, spin, store = (module.kernel(name) for name in ("append", "spin", "store"))
 
@@ -501,9 +503,23 @@ def test_runs_follow_each_other_on_whatever_streams(
 
     with dk.Buckets(device, [2, 4], build, pads=[dk.Pad("slots", slots, -1)]) as buckets:
         buckets.build_all()
-        for tokens, where in ((1, stream), (3, another), (2, stream)):
+        for tokens, where in ((1, one), (3, other), (2, one)):
             buckets.run(where, tokens)
-        assert log.numpy(stream).tolist() == [3, 2, 4, 2, 0, 2, 4, 0]
+        left: list[int] = log.numpy(one).tolist()
+        return left
+
+
+def test_runs_follow_each_other_on_whatever_streams(
+    device: dk.Device, module: dk.Module, stream: dk.Stream, another: dk.Stream
+) -> None:
+    assert run_on_two_streams(device, module, stream, another) == [3, 2, 4, 2, 0, 2, 4, 0]
+
+
+@pytest.mark.drvkit_check
+def test_runs_on_different_streams_have_no_race() -> None:
+    device = dk.Device("cpu")
+    with device.module(SOURCE) as module, device.stream() as stream, device.stream() as another:
+        run_on_two_streams(device, module, stream, another)
 
 
 def test_a_stream_that_was_closed_needs_no_waiting(device: dk.Device, stream: dk.Stream, doubling: Doubling) -> None:
