@@ -92,7 +92,7 @@ class Module(Owned):
     def _compile(self, names: Sequence[str]) -> None:
         assert self.source is not None
         checks = ["-DDRVKIT_CPU_DEVICE"] if self.device.driver.kind == "cpu" else []  # what a GPU need not look at
-        self._load(build(self.source, names, arch=self.device.arch, options=(*self.options, *checks)))
+        self._load(build(self.source, names, arch=self.device.arch, options=(*checks, *self.options)))
 
     def _load(self, image: Image, load: Any = None) -> None:
         driver = self.device.driver
