@@ -16,6 +16,7 @@ from kernels import SOURCE
 from numpy.typing import DTypeLike, NDArray
 
 from drvkit import ops
+from drvkit.cpu import compiler
 from drvkit.cpu.order import tracker
 from drvkit.device import NO_GPU, Device, Stream
 from drvkit.driver import DriverError, open_driver
@@ -26,6 +27,9 @@ from drvkit.module import Module
 
 pytest_plugins = ["drvkit.pytest_plugin", "pytester", "cooperation"]
 _FAILED = pytest.StashKey[bool]()
+
+LONG = compiler.LONG
+compiler.LONG = 0  # the tests' kernels run once or twice: to compile them well takes longer than to run them
 
 
 def _devices() -> list[str]:

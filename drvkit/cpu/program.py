@@ -152,7 +152,7 @@ class Function:
         self.cluster_compiled_in = any(required)
         width, height, depth = (*required, 1, 1)[:3] if self.cluster_compiled_in else (0, 0, 0)
         self.explicit_cluster = "explicitcluster" in directives
-        self._key = compiler.digest("kernel", program.text, ptx.name, program.mode)
+        self._key = compiler.digest("kernel", str(compiler.LONG), program.text, ptx.name, program.mode)
         self._code: bytes | None = None
         self._ir: str | None = None
         entry = DEFAULT_CACHE.load(self._key)

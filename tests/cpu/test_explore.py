@@ -56,8 +56,8 @@ def test_a_planted_bug_is_found_in_one_schedule_of_ten(
     script: str, arguments: tuple[str, ...], said: str, drvkit_explore: pytest_plugin.Explore
 ) -> None:
     path = EXPLORED / script
-    found = failures(drvkit_explore(path, *arguments, ranks=2, seeds=range(30)))
-    assert len(found) >= 3
+    found = failures(drvkit_explore(path, *arguments, ranks=2, seeds=range(20)))
+    assert len(found) >= 2
     assert all(said in each.said for each in found)
     again = drvkit("explore", str(path), *arguments, "--ranks", "2", "--seed", str(found[0].seed))
     assert again.returncode == 1

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import LONG
 from vectors import golden
 from vectors.case import Case, Expected, Near, input_width, module_ptx
 from vectors.cases import BY_NAME, CASES, by_group
@@ -18,11 +19,18 @@ from vectors.floats import BF16, E4M3, E5M2, F16, F32, F64, ROUNDINGS, TF32, WOR
 from vectors.inputs import BLOCK, KINDS, inputs
 from vectors.run import launch, loaded, operands
 
+from drvkit.cpu import compiler
 from drvkit.device import Device, Stream
 from drvkit.driver import DriverError
 from drvkit.module import Kernel
 
 GROUPS = by_group()
+
+
+@pytest.fixture(autouse=True)
+def _compiled_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits are compared as users get them, not as other tests' kernels are compiled."""
+    monkeypatch.setattr(compiler, "LONG", LONG)
 
 
 # ---- on the CPU device ---------------------------------------------------------------------------------------------

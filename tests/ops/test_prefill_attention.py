@@ -423,11 +423,15 @@ FEATURES: dict[str, tuple[dict[str, Any], bool, bool]] = {
     "e4m3, dim 64, pages of 128": ({"dim": 64, "kv_dtype": e4m3, "page_size": 128, "dtype": f16}, False, False),
 }
 
+ON_A_GPU = ("dim 256, pages of 64", "e4m3, dim 64, pages of 128")
+
 
 @pytest.mark.parametrize(("changes", "with_sinks", "scaled"), FEATURES.values(), ids=FEATURES)
 def test_features(
     stream: Stream, rng: np.random.Generator, changes: dict[str, Any], with_sinks: bool, scaled: bool
 ) -> None:
+    if stream.device.driver.kind == "cpu" and changes in [FEATURES[name][0] for name in ON_A_GPU]:
+        pytest.skip("an instance takes seconds to compile for the CPU device: a few stand for all there")
     step = Step(Shape(310, 10, **changes), MIXED, rng)
     if with_sinks:
         step.arrays["sinks"] = rng.normal(size=step.shape.q_heads).astype(np.float32)
