@@ -24,11 +24,9 @@ constexpr int kWarps = 4;
 // lengths: [requests]
 // plan: [4 + 4 * blocks + 2 * requests], see dk/attention_plan.cuh
 //
-// capacity: tokens that a row of the block table has room for; heads: of the row of work; least_units: fewer than that no
-// block takes, so that its fixed cost pays; alone: a segment is one unit.
+// capacity: tokens that a row of the block table has room for; heads: of the row of work; alone: a segment is one unit.
 extern "C" __global__ void plan_paged_attention(const int* lengths, int* plan, int requests, int capacity, int heads,
-                                                int q_len, int window, int unit_tiles, int least_units, int alone,
-                                                int blocks) {
+                                                int q_len, int window, int unit_tiles, int alone, int blocks) {
   __shared__ int sums[32];
   __shared__ int before_chunk;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -66,7 +64,7 @@ extern "C" __global__ void plan_paged_attention(const int* lengths, int* plan, i
   }
 
   const int units = heads * before_chunk;
-  const int per_block = max(least_units, dk::ceil_div(units, blocks));
+  const int per_block = dk::ceil_div(units, blocks);
   if (thread == 0) *head = {per_block, unit_tiles, alone, units};
 
   // Where each block begins: the last request that begins no later.
@@ -99,7 +97,7 @@ extern "C" __global__ void plan_paged_attention(const int* lengths, int* plan, i
 // T is __half or __nv_bfloat16, KV is T or __nv_fp8_e4m3. The rows of a head are its q_len * group queries; where they are
 // more than kRows, `parts` heads of the row of work share a KV head. lse is the natural logarithm of the sum of
 // exp(logit), without the sink.
-template <typename T, typename KV, int kDim, int kPage, int kRows, int kFlags, int kStages = 3, int kResident = 2>
+template <typename T, typename KV, int kDim, int kPage, int kRows, int kFlags, int kStages, int kResident>
 __global__ __launch_bounds__(kThreads, kResident) void paged_attention(
     const T* q, const KV* k, const KV* v, const int* block_table, const int* plan_data, float* partials,
     unsigned* arrivals, T* out, float* lse, const float* k_scale, const float* v_scale, const float* sinks,
@@ -174,15 +172,17 @@ __global__ __launch_bounds__(kThreads, kResident) void paged_attention(
       if ((load.tile + 1) * dk::kTile > load.length - q_len) wait();
       const unsigned keys = stages + stage * kStageBytes, values = keys + kTileBytes, queries = values + kTileBytes;
       const int first = load.tile * dk::kTile;
-      const long long base = page * page_stride + 1ll * load.kv_head * head_stride + (kPage > dk::kTile ? first % kPage * token_stride : 0);
+      const long long base = page * page_stride + 1ll * load.kv_head * head_stride +
+                             (kPage > dk::kTile ? first % kPage * token_stride : 0);
       const bool whole = first >= load.first_token && first + dk::kTile <= load.length;
       if (whole && __all_sync(~0u, page >= 0 || lane >= kTilePages)) {
 #pragma unroll
         for (int i = 0; i < dk::kTile / kRowStep; ++i) {
           const int row = first_row + i * kRowStep, step = i * kRowStep;
-          const long long at = kRowStep <= kPage
-                                   ? __shfl_sync(~0u, base, step / kPage) + within(first_row) + step % kPage * token_stride
-                                   : __shfl_sync(~0u, base, row / kPage) + within(row % kPage);
+          const long long at =
+              kRowStep <= kPage
+                  ? __shfl_sync(~0u, base, step / kPage) + within(first_row) + step % kPage * token_stride
+                  : __shfl_sync(~0u, base, row / kPage) + within(row % kPage);
           dk::copy_async_16(keys + dk::swizzled<kRowBytes>(row, chunk), k + at);
           dk::copy_async_16(values + dk::swizzled<kRowBytes>(row, chunk), v + at);
         }
@@ -235,10 +235,10 @@ __global__ __launch_bounds__(kThreads, kResident) void paged_attention(
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
         const int row = b * 8 + r;
-        float raise = 1.0f;  // of query r: what its dk::halves are too small by
+        float raise = 1.0f;  // of query r: what its halves are too small by
         if constexpr (k8Bit) {
           // A lane's 4 keys of 4 bytes go to two fragments: dimensions 2c, 2c + 1 to the first pair, 2c + 2, 2c + 3 to the
-          // second. Queries get dk::halves by a power of two that brings the largest into [2^14, 2^15).
+          // second. Queries get halves by a power of two that brings the largest into [2^14, 2^15).
           float largest = 0.0f, lower = 1.0f;
           if constexpr (!cuda::std::is_same_v<T, __half>) {
             for (int s = 0; s < kSteps; ++s) {

@@ -126,8 +126,7 @@ class Driver(_Door):
         self._raw_lock = threading.RLock()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "cuMulticastCreate":
-            raise DriverError(name, "NOT_ENABLED", "multicast objects are made by create_multicast alone")
+        _refuse_multicast(name)
         return super().__getattr__(name)
 
     def create_multicast(self, properties: Any, *, enable: bool = False) -> Any:
@@ -173,10 +172,16 @@ class Driver(_Door):
         return function
 
     def _bound(self, name: str, parameters: int) -> Callable[..., int]:
+        _refuse_multicast(name)
         code, address, status = self.api.cuGetProcAddress(name.encode(), RAW_VERSION, 0)
         if code or not address:
             raise DriverError(name, "NO_FUNCTION", f"this {self.needs} does not have it ({status or code})")
         return native(name, int(address), parameters)
+
+
+def _refuse_multicast(name: str) -> None:
+    if name == "cuMulticastCreate":
+        raise DriverError(name, "NOT_ENABLED", "multicast objects are made by create_multicast alone")
 
 
 def multicast_refusal() -> str | None:

@@ -1,7 +1,7 @@
 // Which tiles of keys each block of an attention kernel takes.
 //
 // A request's work for one head is the row of tiles, kTile tokens each, that its queries attend to. All work stands in one
-// row: request after request, within it head after head. A unit is kUnit tiles of it, the last one of a head's work may be
+// row: request after request, within it head after head. A unit is unit_tiles tiles of it, the last one of a head's work may be
 // shorter, and a request without tokens has one empty unit: somebody must write its zeros. Block b takes the units from
 // b * units_per_block on.
 //
@@ -68,8 +68,8 @@ struct Cursor {
   int tile, end;                  // the place, and where the segment ends
 
   __device__ Cursor(const Plan& plan, int kv_heads, int parts, int q_len, int window)
-      : heads(kv_heads * parts), parts(parts), q_len(q_len), window(window), unit_tiles(plan.head->unit_tiles), alone(plan.head->alone),
-        requests(plan.requests) {
+      : heads(kv_heads * parts), parts(parts), q_len(q_len), window(window), unit_tiles(plan.head->unit_tiles),
+        alone(plan.head->alone), requests(plan.requests) {
     const PlanStart start = plan.starts[blockIdx.x];
     request = start.request, head = start.head, unit = start.unit, left = start.units;
     if (left) {

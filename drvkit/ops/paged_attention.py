@@ -13,13 +13,15 @@ requests are, and the last one to bring a part merges them in a fixed order: the
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
 from ..device import Device
+from ..memory import Buffer
 from . import Where, array, launch, shaped, span, submit, view
 
 if TYPE_CHECKING:
@@ -36,13 +38,83 @@ CTYPES = {
     np.dtype(ml_dtypes.float8_e4m3fn): "__nv_fp8_e4m3",
 }
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
-SOFT_CAP, SINKS, SCALES, LSE = 1, 2, 4, 8
+DIMS = (64, 128, 256)
+PAGE_SIZES = (8, 16, 32, 64, 128)
+FLAGS = {"soft_cap": 1, "sinks": 2, "k_scale": 4, "v_scale": 4, "lse": 8}  # see dk/attention.cuh
 # By the bytes of a row of keys: stages of the pipeline, and resident blocks of a multiprocessor.
 PIPELINE = {64: (4, 3), 128: (3, 3), 256: (3, 2), 512: (3, 1)}
 INVARIANT_UNITS = 64  # that a work has at most
 
 
-class DecodePlan:
+class AttentionPlan:
+    """What the plans of decoding and of prefill share: what attention it is, and memory that goes with the plan."""
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        q_heads: int,
+        kv_heads: int,
+        dim: int,
+        page_size: int,
+        table_width: int,
+        dtype: DTypeLike,
+        kv_dtype: DTypeLike | None,
+        window: int | None,
+        **counts: int,
+    ) -> None:
+        """``counts`` are those of the particular plan, which must be at least 1 as well."""
+        self.device = device
+        self.dtype = np.dtype(dtype)
+        self.kv_dtype = self.dtype if kv_dtype is None else np.dtype(kv_dtype)
+        self.q_heads, self.kv_heads, self.dim = q_heads, kv_heads, dim
+        self.page_size, self.table_width, self.window = page_size, table_width, window
+        self._memory: list[Buffer] = []
+        what = type(self).__name__
+        if self.dtype not in HALVES:
+            raise TypeError(f"{what}: dtype: wanted float16 or bfloat16, got {self.dtype}")
+        if self.kv_dtype not in (self.dtype, np.dtype(ml_dtypes.float8_e4m3fn)):
+            raise TypeError(f"{what}: kv_dtype: wanted {self.dtype} or float8_e4m3fn, got {self.kv_dtype}")
+        for name, number, allowed in (("dim", dim, DIMS), ("page_size", page_size, PAGE_SIZES)):
+            if number not in allowed:
+                raise ValueError(f"{what}: {name}: wanted one of {', '.join(map(str, allowed))}, got {number!r}")
+        for name, number in {**counts, "kv_heads": kv_heads, "table_width": table_width}.items():
+            if number < 1:
+                raise ValueError(f"{what}: {name}: wanted at least 1, got {number!r}")
+        if q_heads < 1 or q_heads % kv_heads:
+            raise ValueError(f"{what}: q_heads: wanted a multiple of {kv_heads} KV heads, got {q_heads!r}")
+        if window is not None and window < 0:
+            raise ValueError(f"{what}: window: wanted None or at least 0, got {window!r}")
+        self.capacity = page_size * table_width  # tokens of a request
+        if self.capacity >= 2**30:
+            raise ValueError(f"{what}: table_width: {table_width} pages are {self.capacity} tokens: 2**30 or more")
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.q_heads // self.kv_heads
+
+    def _keep(self, buffer: Buffer) -> Buffer:
+        self._memory.append(buffer)
+        return buffer
+
+    @property
+    def nbytes(self) -> int:
+        """Of device memory."""
+        return sum(buffer.nbytes for buffer in self._memory)
+
+    def close(self) -> None:
+        for buffer in self._memory:
+            buffer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class DecodePlan(AttentionPlan):
     """How the work of a step is divided, and the room for that. One plan may serve all layers of a step, and any step.
 
     Args:
@@ -78,41 +150,34 @@ class DecodePlan:
         window: int | None = None,
         batch_invariant: bool = False,
     ) -> None:
-        self.device = device
-        self.dtype = np.dtype(dtype)
-        self.kv_dtype = self.dtype if kv_dtype is None else np.dtype(kv_dtype)
-        what = "DecodePlan"
-        if self.dtype not in HALVES:
-            raise TypeError(f"{what}: dtype: wanted float16 or bfloat16, got {self.dtype}")
-        if self.kv_dtype not in (self.dtype, np.dtype(ml_dtypes.float8_e4m3fn)):
-            raise TypeError(f"{what}: kv_dtype: wanted {self.dtype} or float8_e4m3fn, got {self.kv_dtype}")
-        for name, number, allowed in (("dim", dim, (64, 128, 256)), ("page_size", page_size, (8, 16, 32, 64, 128))):
-            if number not in allowed:
-                raise ValueError(f"{what}: {name}: wanted one of {', '.join(map(str, allowed))}, got {number!r}")
-        for name, number in (("requests", requests), ("kv_heads", kv_heads), ("table_width", table_width)):
-            if number < 1:
-                raise ValueError(f"{what}: {name}: wanted at least 1, got {number!r}")
-        if q_heads % kv_heads or not 1 <= q_heads // kv_heads <= 64:
-            raise ValueError(f"{what}: q_heads: wanted 1 to 64 for each of {kv_heads} KV heads, got {q_heads!r}")
+        what = type(self).__name__
+        super().__init__(
+            device,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            page_size=page_size,
+            table_width=table_width,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            window=window,
+            requests=requests,
+        )
+        if self.group > 64:
+            raise ValueError(f"{what}: q_heads: wanted at most 64 for each of {kv_heads} KV heads, got {q_heads!r}")
         if not 1 <= q_len <= 4:
             raise ValueError(f"{what}: q_len: wanted 1 to 4, got {q_len!r}")
-        if window is not None and window < 0:
-            raise ValueError(f"{what}: window: wanted None or at least 0, got {window!r}")
-        self.requests, self.q_heads, self.kv_heads, self.dim, self.q_len = requests, q_heads, kv_heads, dim, q_len
-        self.page_size, self.table_width, self.window = page_size, table_width, window
-        self.batch_invariant = batch_invariant
-        self.capacity = page_size * table_width
+        self.requests, self.q_len, self.batch_invariant = requests, q_len, batch_invariant
 
-        queries = q_heads // kv_heads * q_len
-        self.rows = next((rows for rows in (8, 16) if queries <= rows), 16)
+        queries = self.group * q_len
+        self.rows = 8 if queries <= 8 else 16
         self.parts = -(-queries // self.rows)
         self.heads = kv_heads * self.parts
         row_bytes = dim * self.kv_dtype.itemsize
-        self.stages, resident = PIPELINE[row_bytes]
+        self.stages, self.resident = PIPELINE[row_bytes]
         stage_bytes = 2 * TILE * row_bytes + self.rows * dim * self.dtype.itemsize
         self.shared_mem_bytes = self.stages * stage_bytes + self.rows * (TILE + 4) * 4
-        self.resident = resident
-        self.blocks = resident * device.multiprocessors
+        self.blocks = self.resident * device.multiprocessors
         tiles = -(-self.capacity // TILE)
         self.unit_tiles = max(4, -(-tiles // INVARIANT_UNITS)) if batch_invariant else 1
         units = requests * self.heads * -(-tiles // self.unit_tiles)
@@ -120,28 +185,13 @@ class DecodePlan:
             size = f"{requests} requests x {self.heads} heads x {tiles} tiles"
             raise ValueError(f"{what}: {size} are {units} units of work; fewer than 2**31 can be planned")
         self.slots = units if batch_invariant else 2 * self.blocks
-        self.schedule = device.zeros(4 + 4 * self.blocks + 2 * requests, np.int32)
-        self.partials = device.empty(self.slots * self.rows * (dim + 2), np.float32)
-        self.arrivals = device.zeros(requests * self.heads, np.uint32)
-
-    @property
-    def nbytes(self) -> int:
-        """Of device memory."""
-        return self.schedule.nbytes + self.partials.nbytes + self.arrivals.nbytes
+        self.schedule = self._keep(device.zeros(4 + 4 * self.blocks + 2 * requests, np.int32))
+        self.partials = self._keep(device.empty(self.slots * self.rows * (dim + 2), np.float32))
+        self.arrivals = self._keep(device.zeros(requests * self.heads, np.uint32))
 
     def reset(self, stream: Any = None) -> None:
         """After a launch that was aborted: parts that were brought are forgotten."""
         self.arrivals.fill(0, stream)
-
-    def close(self) -> None:
-        for buffer in (self.schedule, self.partials, self.arrivals):
-            buffer.close()
-
-    def __enter__(self) -> DecodePlan:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def plan_decode(
@@ -152,13 +202,11 @@ def plan_decode(
 
     A length beyond the block table is cut to it; the CPU device reports it.
     """
-    seen = array("plan_decode: lengths", lengths, [np.dtype(np.int32)])
-    if seen.shape != (plan.requests,):
-        raise ValueError(f"plan_decode: lengths: wanted shape ({plan.requests},), got {seen.shape}")
+    shaped("plan_decode: lengths", array("plan_decode: lengths", lengths, [np.dtype(np.int32)]), (plan.requests,))
     window = -1 if plan.window is None else plan.window
     args = (
         *(lengths, plan.schedule, plan.requests, plan.capacity, plan.heads, plan.q_len, window, plan.unit_tiles),
-        *(1, int(plan.batch_invariant), plan.blocks),
+        *(int(plan.batch_invariant), plan.blocks),
     )
     return launch(where, "paged_attention", "plan_paged_attention", 1, 1024, args, after=after, name=name)
 
@@ -205,31 +253,14 @@ def paged_attention(
     pointers, geometry = pools(op, plan, k, v, layout)
     table = array(f"{op}: block_table", block_table, [np.dtype(np.int32)])
     shaped(f"{op}: block_table", table, (plan.requests, plan.table_width))
-    floats = [np.dtype(np.float32)]
-    flags = 0
-    optional = (
-        *(("lse", lse, shape[:3], LSE), ("k_scale", k_scale, (plan.kv_heads,), SCALES)),
-        *(("v_scale", v_scale, (plan.kv_heads,), SCALES), ("sinks", sinks, (plan.q_heads,), SINKS)),
-    )
-    for role, operand, wanted, flag in optional:
-        if operand is not None:
-            shaped(f"{op}: {role}", array(f"{op}: {role}", operand, floats), wanted)
-            flags |= flag
-    if (k_scale is None) != (v_scale is None):
-        raise ValueError(f"{op}: {'k_scale' if k_scale is None else 'v_scale'} is missing: wanted both or none")
-    if scale is not None and not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"{op}: scale: wanted a positive number, got {scale!r}")
-    if soft_cap is not None:
-        if not (math.isfinite(soft_cap) and soft_cap > 0):
-            raise ValueError(f"{op}: soft_cap: wanted None or a positive number, got {soft_cap!r}")
-        flags |= SOFT_CAP
+    given = {"lse": lse, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
+    flags, factors = options(op, plan, shape[:3], given, scale, soft_cap)
     nothing = plan.partials  # for a parameter that this instance does not read
     args = (
         *(q, *pointers, block_table, plan.schedule, plan.partials, plan.arrivals, out),
-        *(nothing if each is None else each for each in (lse, k_scale, v_scale, sinks)),
+        *(nothing if each is None else each for each in given.values()),
         *(*geometry, plan.table_width, plan.kv_heads),
-        *(plan.q_heads // plan.kv_heads, plan.parts, plan.q_len, -1 if plan.window is None else plan.window),
-        *(1 / math.sqrt(plan.dim) if scale is None else scale, 0.0 if soft_cap is None else soft_cap),
+        *(plan.group, plan.parts, plan.q_len, -1 if plan.window is None else plan.window, *factors),
     )
     types = f"{CTYPES[plan.dtype]},{CTYPES[plan.kv_dtype]}"
     sizes = f"{plan.dim},{plan.page_size},{plan.rows},{flags},{plan.stages},{plan.resident}"
@@ -264,16 +295,37 @@ def merge_attention(
     return submit(where, "paged_attention", function, rows * 32, args, after, name)
 
 
-class Paged(Protocol):
-    """What an attention's plan says of the pools."""
+def options(
+    op: str,
+    plan: AttentionPlan,
+    rows: tuple[int, ...],
+    given: Mapping[str, Any],
+    scale: float | None,
+    soft_cap: float | None,
+) -> tuple[int, tuple[float, float]]:
+    """Check what an attention may be given or not: the arrays by role, of which lse has the shape ``rows``, and two
+    numbers. The flags of the kernel's instance, and the numbers as it takes them."""
+    flags = 0
+    wanted = {"lse": rows, "k_scale": (plan.kv_heads,), "v_scale": (plan.kv_heads,), "sinks": (plan.q_heads,)}
+    for role, operand in given.items():
+        if operand is not None:
+            shaped(f"{op}: {role}", array(f"{op}: {role}", operand, [np.dtype(np.float32)]), wanted[role])
+            flags |= FLAGS[role]
+    if (given["k_scale"] is None) != (given["v_scale"] is None):
+        missing = "k_scale" if given["k_scale"] is None else "v_scale"
+        raise ValueError(f"{op}: {missing} is missing: wanted both or none")
+    if scale is not None and not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"{op}: scale: wanted a positive number, got {scale!r}")
+    if soft_cap is not None:
+        if not (math.isfinite(soft_cap) and soft_cap > 0):
+            raise ValueError(f"{op}: soft_cap: wanted None or a positive number, got {soft_cap!r}")
+        flags |= FLAGS["soft_cap"]
+    return flags, (1 / math.sqrt(plan.dim) if scale is None else scale, 0.0 if soft_cap is None else soft_cap)
 
-    kv_heads: int
-    page_size: int
-    dim: int
-    kv_dtype: np.dtype[Any]
 
-
-def pools(op: str, plan: Paged, k: Any, v: Any, layout: str) -> tuple[tuple[Any, Any], tuple[int, int, int, int]]:
+def pools(
+    op: str, plan: AttentionPlan, k: Any, v: Any, layout: str
+) -> tuple[tuple[Any, Any], tuple[int, int, int, int]]:
     """The pools of keys and values as kernels take them: their pointers; the strides, in elements, from page to page,
     head to head and token to token, which they share; and their pages. `TypeError` or `ValueError` names the one that
     does not fit."""

@@ -13,7 +13,6 @@ they get zeros and an lse of -inf, and nothing is read for them.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -22,7 +21,7 @@ from numpy.typing import DTypeLike
 
 from ..device import Device
 from . import Where, array, launch, shaped
-from .paged_attention import CTYPES, HALVES, LSE, SCALES, SINKS, SOFT_CAP, THREADS, pools
+from .paged_attention import CTYPES, THREADS, AttentionPlan, options, pools
 
 if TYPE_CHECKING:
     from ..graph import After
@@ -35,7 +34,7 @@ TILES = {64: (128, 64), 128: (128, 64), 256: (64, 32)}
 MOST_TILES = 2**16 - 1  # of a grid's last axis
 
 
-class PrefillPlan:
+class PrefillPlan(AttentionPlan):
     """The tiles of a step, and the room for them. One plan may serve all layers of a step, and any step.
 
     Args:
@@ -68,31 +67,21 @@ class PrefillPlan:
         kv_dtype: DTypeLike | None = None,
         window: int | None = None,
     ) -> None:
-        self.device = device
-        self.dtype = np.dtype(dtype)
-        self.kv_dtype = self.dtype if kv_dtype is None else np.dtype(kv_dtype)
-        what = "PrefillPlan"
-        if self.dtype not in HALVES:
-            raise TypeError(f"{what}: dtype: wanted float16 or bfloat16, got {self.dtype}")
-        if self.kv_dtype not in (self.dtype, np.dtype(ml_dtypes.float8_e4m3fn)):
-            raise TypeError(f"{what}: kv_dtype: wanted {self.dtype} or float8_e4m3fn, got {self.kv_dtype}")
-        for name, number, allowed in (("dim", dim, tuple(TILES)), ("page_size", page_size, (8, 16, 32, 64, 128))):
-            if number not in allowed:
-                raise ValueError(f"{what}: {name}: wanted one of {', '.join(map(str, allowed))}, got {number!r}")
-        counts = (("max_tokens", max_tokens), ("max_requests", max_requests), ("kv_heads", kv_heads))
-        for name, number in (*counts, ("table_width", table_width)):
-            if number < 1:
-                raise ValueError(f"{what}: {name}: wanted at least 1, got {number!r}")
-        if q_heads < 1 or q_heads % kv_heads:
-            raise ValueError(f"{what}: q_heads: wanted a multiple of {kv_heads} KV heads, got {q_heads!r}")
-        if window is not None and window < 0:
-            raise ValueError(f"{what}: window: wanted None or at least 0, got {window!r}")
+        what = type(self).__name__
+        super().__init__(
+            device,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            page_size=page_size,
+            table_width=table_width,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            window=window,
+            max_tokens=max_tokens,
+            max_requests=max_requests,
+        )
         self.max_tokens, self.max_requests = max_tokens, max_requests
-        self.q_heads, self.kv_heads, self.dim, self.window = q_heads, kv_heads, dim, window
-        self.page_size, self.table_width = page_size, table_width
-        self.capacity = page_size * table_width
-        if self.capacity >= 2**30:
-            raise ValueError(f"{what}: table_width: {table_width} pages are {self.capacity} tokens: 2**30 or more")
 
         self.rows, tokens = TILES[dim]
         # A request, or the padding, has rows - 1 rows less than its tiles have room for, at most.
@@ -105,23 +94,8 @@ class PrefillPlan:
         self.shared_mem_bytes = (self.rows + 4 * tokens) * dim * self.dtype.itemsize
         if self.kv_dtype.itemsize == 1:
             self.shared_mem_bytes += 2 * tokens * dim
-        self.schedule = device.zeros(4 * self.tiles, np.int32)
-        self.nothing = device.zeros(1, np.float32)  # for a parameter that an instance does not use
-
-    @property
-    def nbytes(self) -> int:
-        """Of device memory."""
-        return self.schedule.nbytes + self.nothing.nbytes
-
-    def close(self) -> None:
-        self.schedule.close()
-        self.nothing.close()
-
-    def __enter__(self) -> PrefillPlan:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self.schedule = self._keep(device.zeros(4 * self.tiles, np.int32))
+        self.nothing = self._keep(device.zeros(1, np.float32))  # for a parameter that an instance does not use
 
 
 def plan_prefill(
@@ -194,35 +168,18 @@ def prefill_attention(
     pointers, geometry = pools(op, plan, k, v, layout)
     table = array(f"{op}: block_table", block_table, [np.dtype(np.int32)])
     shaped(f"{op}: block_table", table, (plan.max_requests, plan.table_width))
-    floats = [np.dtype(np.float32)]
-    flags = 0
-    optional = (
-        *(("lse", lse, shape[:2], LSE), ("k_scale", k_scale, (plan.kv_heads,), SCALES)),
-        *(("v_scale", v_scale, (plan.kv_heads,), SCALES), ("sinks", sinks, (plan.q_heads,), SINKS)),
-    )
-    for role, operand, wanted, flag in optional:
-        if operand is not None:
-            shaped(f"{op}: {role}", array(f"{op}: {role}", operand, floats), wanted)
-            flags |= flag
-    if (k_scale is None) != (v_scale is None):
-        raise ValueError(f"{op}: {'k_scale' if k_scale is None else 'v_scale'} is missing: wanted both or none")
-    if scale is not None and not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"{op}: scale: wanted a positive number, got {scale!r}")
-    if soft_cap is not None:
-        if not (math.isfinite(soft_cap) and soft_cap > 0):
-            raise ValueError(f"{op}: soft_cap: wanted None or a positive number, got {soft_cap!r}")
-        flags |= SOFT_CAP
+    given = {"lse": lse, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
+    flags, factors = options(op, plan, shape[:2], given, scale, soft_cap)
     args = (
         *(q, *pointers, block_table, plan.schedule, out),
-        *(plan.nothing if each is None else each for each in (lse, k_scale, v_scale, sinks)),
+        *(plan.nothing if each is None else each for each in given.values()),
         *(*geometry, plan.table_width),
-        -1 if plan.window is None else plan.window,
-        *(1 / math.sqrt(plan.dim) if scale is None else scale, 0.0 if soft_cap is None else soft_cap),
+        *(-1 if plan.window is None else plan.window, *factors),
     )
     types = f"{CTYPES[plan.dtype]},{CTYPES[plan.kv_dtype]}"
     return launch(
         *(where, op, f"{op}<{types},{plan.dim},{plan.page_size},{flags}>"),
-        *((plan.q_heads // plan.kv_heads, plan.kv_heads, plan.tiles), THREADS, args),
+        *((plan.group, plan.kv_heads, plan.tiles), THREADS, args),
         shared_mem_bytes=plan.shared_mem_bytes,
         after=after,
         name=name,

@@ -362,6 +362,8 @@ def test_multicast_is_opted_in_to_twice(monkeypatch: pytest.MonkeyPatch) -> None
 
     with pytest.raises(DriverError, match="by create_multicast alone"):
         _ = door.cuMulticastCreate
+    with pytest.raises(DriverError, match="by create_multicast alone"):
+        door.raw("cuMulticastCreate", 2)
     refused("enable=True")
     refused("DRVKIT_ENABLE_MULTICAST=1", enable=True)
     assert code(cpu.cuMulticastCreate(cpu.CUmulticastObjectProp())) == "NOT_PERMITTED"

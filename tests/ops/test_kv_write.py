@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from compare import assert_close, assert_equal_bits
 from numpy.typing import NDArray
+from standins import Foreign, Recorder
 
 from drvkit import ops
 from drvkit.build import build
@@ -111,36 +112,6 @@ def test_the_reference_has_minus_one_for_what_has_no_place() -> None:
 
 
 # ---- the ops' checks, without a device -------------------------------------------------------------------------------
-
-
-class Foreign:
-    """A device array of another library."""
-
-    def __init__(self, shape: Any, dtype: Any, address: int = 0, strides: Any = None, readonly: bool = False) -> None:
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "data": (address, readonly),
-            "typestr": np.dtype(dtype).str,
-            "shape": shape,
-            "strides": strides,
-        }
-
-
-class Recorder:
-    """Stands for a graph."""
-
-    device = None
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def kernel(self, kernel: Any, **how: Any) -> str:
-        self.calls.append((kernel, how))
-        return "kernel node"
-
-    def empty(self, **how: Any) -> str:
-        self.calls.append(("empty", how))
-        return "empty node"
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from drvkit.graph import Graph
 from drvkit.memory import Buffer
 from drvkit.ops.paged_attention import DecodePlan, merge_attention, paged_attention, plan_decode
 from drvkit.ref import paged_attention as ref
+from drvkit.source import Source
 
 bf16, f16, e4m3 = ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn
 
@@ -212,8 +213,8 @@ PLAN: dict[str, Any] = {"requests": 2, "q_heads": 8, "kv_heads": 2, "dim": 128, 
         ({"kv_dtype": np.float16}, TypeError, "kv_dtype: wanted bfloat16 or float8_e4m3fn, got float16"),
         ({"dim": 96}, ValueError, "dim: wanted one of 64, 128, 256, got 96"),
         ({"page_size": 24}, ValueError, "page_size: wanted one of 8, 16, 32, 64, 128, got 24"),
-        ({"q_heads": 7}, ValueError, "q_heads: wanted 1 to 64 for each of 2 KV heads, got 7"),
-        ({"q_heads": 130}, ValueError, "q_heads: wanted 1 to 64 for each of 2 KV heads, got 130"),
+        ({"q_heads": 7}, ValueError, "q_heads: wanted a multiple of 2 KV heads, got 7"),
+        ({"q_heads": 130}, ValueError, "q_heads: wanted at most 64 for each of 2 KV heads, got 130"),
         ({"q_len": 5}, ValueError, "q_len: wanted 1 to 4, got 5"),
         ({"requests": 0}, ValueError, "requests: wanted at least 1, got 0"),
         ({"window": -1}, ValueError, "window: wanted None or at least 0, got -1"),
@@ -323,6 +324,64 @@ def test_a_gpu_stays_inside_its_memory(
         out, _ = step.run(stream, plan)
     step.lengths[1] = 0
     assert_close(out[0].astype(np.float64), step.wanted()[0][0], rtol=2**-7, atol=2**-7, why=WHY)
+
+
+# ---- the plan ------------------------------------------------------------------------------------------------------
+
+WALK = """
+#include "dk/attention_plan.cuh"
+
+// Each block tells of its segments: request, head, tiles, slots of the work, its own slot, and all of them.
+__global__ void walk(const int* plan_data, int* log, int most, int heads, int q_len, int window) {
+  const dk::Plan plan(plan_data, gridDim.x);
+  int* row = log + 1ll * blockIdx.x * most * 64;
+  for (dk::Cursor at(plan, heads, 1, q_len, window); at.left; at.advance()) {
+    if (at.opens()) row[0] = at.request, row[1] = at.head, row[2] = at.tile;
+    if (!at.closes()) continue;
+    const dk::Slots slots(plan, at);
+    row[3] = at.end, row[4] = slots.count, row[5] = slots.mine;
+    for (int i = 0; i < min(slots.count, 58); ++i) row[6 + i] = slots[i];
+    row += 64;
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_plan_covers_all_work_once_and_gives_every_part_a_slot(
+    device: Device, stream: Stream, rng: np.random.Generator, batch_invariant: bool, window: int | None
+) -> None:
+    how: dict[str, Any] = {**PLAN, "requests": 60, "table_width": 60, "window": window}
+    source = Source.from_text(WALK, "walk.cu")
+    with device.module(source) as module, DecodePlan(device, **how, batch_invariant=batch_invariant) as plan:
+        walk = module.kernel("walk")
+        most = -(-60 * plan.heads * 15 // plan.blocks)  # segments of a block
+        for share in (0.1, 0.5, 1, 1, 1):
+            few = rng.integers(0, 960, 60) * (rng.random(60) < share)
+            with (
+                device.array(few.astype(np.int32)) as lengths,
+                device.array(np.full((plan.blocks, most, 64), -1, np.int32)) as log,
+            ):
+                plan_decode(stream, plan, lengths)
+                reach = -1 if window is None else window
+                args = (plan.schedule, log, most, plan.heads, plan.q_len, reach)
+                walk.launch(stream, grid=plan.blocks, block=1, args=args)
+                told = log.numpy(stream)
+            segments = sorted(map(tuple, told[told[:, :, 0] >= 0].tolist()))
+            partial = [segment[5] for segment in segments if segment[4] > 1]
+            assert len(set(partial)) == len(partial), "no two parts have one slot"
+            assert all(0 <= slot < plan.slots for slot in partial)
+            for request, length in enumerate(few.tolist()):
+                first = 0 if window is None else max(0, length - 1 - window) // 64
+                for head in range(plan.heads):
+                    own = [segment for segment in segments if segment[:2] == (request, head)]
+                    ends = [own[0][2], *(segment[3] for segment in own)]
+                    assert [segment[2] for segment in own] == ends[:-1], "one follows the other"
+                    assert (ends[0], ends[-1]) == (first, max(-(-length // 64), first + 1))
+                    assert {segment[4] for segment in own} == {len(own)}
+                    if len(own) > 1:
+                        assert {segment[6 : 6 + len(own)] for segment in own} == {tuple(each[5] for each in own)}
 
 
 # ---- the kernels ---------------------------------------------------------------------------------------------------

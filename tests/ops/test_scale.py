@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from compare import assert_equal_bits
 from numpy.typing import NDArray
+from standins import Foreign, Recorder
 
 from drvkit import ops
 from drvkit.build import build
@@ -71,38 +72,6 @@ def test_the_padded_reference_leaves_the_output_of_zeros(values: Values, dtype: 
 
 
 # ---- the op's checks, without a device ------------------------------------------------------------------------------
-
-
-class Foreign:
-    """A device array of another library, that nobody touches."""
-
-    def __init__(
-        self, shape: tuple[int, ...], dtype: Any, address: int = 0x10000, strides: tuple[int, ...] | None = None
-    ) -> None:
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "data": (address, False),
-            "typestr": np.dtype(dtype).str,
-            "shape": shape,
-            "strides": strides,
-        }
-
-
-class Recorder:
-    """Stands for a graph."""
-
-    device = None
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def kernel(self, kernel: Any, **how: Any) -> str:
-        self.calls.append((kernel, how))
-        return "kernel node"
-
-    def empty(self, **how: Any) -> str:
-        self.calls.append(("empty", how))
-        return "empty node"
 
 
 @pytest.fixture
