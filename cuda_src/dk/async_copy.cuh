@@ -6,6 +6,12 @@
 
 namespace dk {
 
+// A policy for what is read once: it is the first to leave the L2 cache, so what is read again stays there.
+__device__ inline unsigned long long evict_first() {
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
 // 16 bytes; both ends are aligned to 16.
 __device__ inline void copy_async_16(unsigned to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -13,6 +19,12 @@ __device__ inline void copy_async_16(unsigned to, const void* from) {
 // 16 bytes of which the first `bytes` (0..16) are read, and the others become 0.
 __device__ inline void copy_async_16(unsigned to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The same, with what the L2 cache shall do.
+__device__ inline void copy_async_16(unsigned to, const void* from, int bytes, unsigned long long policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes),
+               "l"(policy)
+               : "memory");
 }
 // What this thread has queued since the last call is one group.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -28,6 +28,13 @@ __device__ inline void load_matrices_transposed(unsigned (&m)[4], unsigned row) 
                : "memory");
 }
 
+// An 8 x 8 matrix of 16-bit elements of which a lane has row r, columns c and c + 1: that of its transposed one.
+__device__ inline unsigned transposed(unsigned pair) {
+  unsigned result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
 template <typename T>
 __device__ void mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]);
 template <>

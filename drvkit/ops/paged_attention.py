@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["DecodePlan", "merge_attention", "paged_attention", "plan_decode"]
 
 TILE = 64  # tokens
-THREADS = 128
+THREADS, WARPS = 128, 4
 CTYPES = {
     np.dtype(np.float16): "__half",
     np.dtype(ml_dtypes.bfloat16): "__nv_bfloat16",
@@ -41,8 +41,8 @@ HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 DIMS = (64, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64, 128)
 FLAGS = {"soft_cap": 1, "sinks": 2, "k_scale": 4, "v_scale": 4, "lse": 8}  # see dk/attention.cuh
-# By the bytes of a row of keys: stages of the pipeline, and resident blocks of a multiprocessor.
-PIPELINE = {64: (4, 3), 128: (3, 3), 256: (3, 2), 512: (3, 1)}
+# By the bytes of a row of keys: tiles of a turn, stages of the pipeline, and resident blocks of a multiprocessor.
+PIPELINE = {64: (2, 4, 3), 128: (2, 3, 2), 256: (1, 2, 2), 512: (1, 3, 1)}
 INVARIANT_UNITS = 64  # that a work has at most
 
 
@@ -170,14 +170,14 @@ class DecodePlan(AttentionPlan):
         self.requests, self.q_len, self.batch_invariant = requests, q_len, batch_invariant
 
         queries = self.group * q_len
-        self.rows = 8 if queries <= 8 else 16
+        self.rows = 8 if queries <= 8 or dim == 256 else 16  # with 16 of 256 dimensions there are too few registers
         self.parts = -(-queries // self.rows)
         self.heads = kv_heads * self.parts
         row_bytes = dim * self.kv_dtype.itemsize
-        self.stages, self.resident = PIPELINE[row_bytes]
-        stage_bytes = 2 * TILE * row_bytes + self.rows * dim * self.dtype.itemsize
-        self.shared_mem_bytes = self.stages * stage_bytes + self.rows * (TILE + 4) * 4
+        self.tiles, self.stages, self.resident = PIPELINE[row_bytes]
+        self.shared_mem_bytes = self.tiles * self.stages * 2 * TILE * row_bytes + WARPS * 4 * (dim + 10) * 4
         self.blocks = self.resident * device.multiprocessors
+        self.abreast = math.gcd(self.heads, self.blocks)  # blocks of a team, see dk/attention_plan.cuh
         tiles = -(-self.capacity // TILE)
         self.unit_tiles = max(4, -(-tiles // INVARIANT_UNITS)) if batch_invariant else 1
         units = requests * self.heads * -(-tiles // self.unit_tiles)
@@ -185,7 +185,7 @@ class DecodePlan(AttentionPlan):
             size = f"{requests} requests x {self.heads} heads x {tiles} tiles"
             raise ValueError(f"{what}: {size} are {units} units of work; fewer than 2**31 can be planned")
         self.slots = units if batch_invariant else 2 * self.blocks
-        self.schedule = self._keep(device.zeros(4 + 4 * self.blocks + 2 * requests, np.int32))
+        self.schedule = self._keep(device.zeros(4 + 6 * (self.blocks // self.abreast) + 2 * requests, np.int32))
         self.partials = self._keep(device.empty(self.slots * self.rows * (dim + 2), np.float32))
         self.arrivals = self._keep(device.zeros(requests * self.heads, np.uint32))
 
@@ -204,9 +204,10 @@ def plan_decode(
     """
     shaped("plan_decode: lengths", array("plan_decode: lengths", lengths, [np.dtype(np.int32)]), (plan.requests,))
     window = -1 if plan.window is None else plan.window
+    sets, teams = plan.heads // plan.abreast, plan.blocks // plan.abreast
     args = (
-        *(lengths, plan.schedule, plan.requests, plan.capacity, plan.heads, plan.q_len, window, plan.unit_tiles),
-        *(int(plan.batch_invariant), plan.blocks),
+        *(lengths, plan.schedule, plan.requests, plan.capacity, sets, plan.q_len, window, plan.unit_tiles),
+        *(int(plan.batch_invariant), teams),
     )
     return launch(where, "paged_attention", "plan_paged_attention", 1, 1024, args, after=after, name=name)
 
@@ -260,10 +261,10 @@ def paged_attention(
         *(q, *pointers, block_table, plan.schedule, plan.partials, plan.arrivals, out),
         *(nothing if each is None else each for each in given.values()),
         *(*geometry, plan.table_width, plan.kv_heads),
-        *(plan.group, plan.parts, plan.q_len, -1 if plan.window is None else plan.window, *factors),
+        *(plan.group, plan.parts, plan.abreast, plan.q_len, -1 if plan.window is None else plan.window, *factors),
     )
     types = f"{CTYPES[plan.dtype]},{CTYPES[plan.kv_dtype]}"
-    sizes = f"{plan.dim},{plan.page_size},{plan.rows},{flags},{plan.stages},{plan.resident}"
+    sizes = f"{plan.dim},{plan.page_size},{plan.rows},{flags},{plan.tiles},{plan.stages},{plan.resident}"
     return launch(
         *(where, op, f"{op}<{types},{sizes}>", plan.blocks, THREADS, args),
         shared_mem_bytes=plan.shared_mem_bytes,

@@ -332,11 +332,11 @@ WALK = """
 #include "dk/attention_plan.cuh"
 
 // Each block tells of its segments: request, head, tiles, slots of the work, its own slot, and all of them.
-__global__ void walk(const int* plan_data, int* log, int most, int heads, int q_len, int window) {
-  const dk::Plan plan(plan_data, gridDim.x);
+__global__ void walk(const int* plan_data, int* log, int most, int heads, int abreast, int q_len, int window) {
+  const dk::Plan plan(plan_data, abreast);
   int* row = log + 1ll * blockIdx.x * most * 64;
-  for (dk::Cursor at(plan, heads, 1, q_len, window); at.left; at.advance()) {
-    if (at.opens()) row[0] = at.request, row[1] = at.head, row[2] = at.tile;
+  for (dk::Cursor<1> at(plan, heads, 1, q_len, window); at.left; at.advance()) {
+    if (at.opens()) row[0] = at.request, row[1] = at.head(), row[2] = at.tile;
     if (!at.closes()) continue;
     const dk::Slots slots(plan, at);
     row[3] = at.end, row[4] = slots.count, row[5] = slots.mine;
@@ -365,7 +365,7 @@ def test_a_plan_covers_all_work_once_and_gives_every_part_a_slot(
             ):
                 plan_decode(stream, plan, lengths)
                 reach = -1 if window is None else window
-                args = (plan.schedule, log, most, plan.heads, plan.q_len, reach)
+                args = (plan.schedule, log, most, plan.heads, plan.abreast, plan.q_len, reach)
                 walk.launch(stream, grid=plan.blocks, block=1, args=args)
                 told = log.numpy(stream)
             segments = sorted(map(tuple, told[told[:, :, 0] >= 0].tolist()))
