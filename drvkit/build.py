@@ -141,7 +141,8 @@ class Cache:
     """Images on disk, one file each; safe with any number of processes, never in the way.
 
     A file that is damaged counts as absent. Where the directory cannot be used nothing is kept, and ``problem`` says
-    why. Above ``LIMIT_BYTES`` the files that were not used for longest go.
+    why. Above ``LIMIT_BYTES`` the files that were not used for longest go; that is looked at with a process's first file,
+    and again whenever it has stored a sixteenth of the limit.
     """
 
     LIMIT_BYTES = 512 * 2**20
@@ -151,6 +152,7 @@ class Cache:
         """``directory`` is by default ``$DRVKIT_CACHE_DIR``, else the user's cache directory."""
         self._given = directory
         self.problem: str | None = None
+        self._unlooked = 0  # bytes that may be stored before the directory is looked at again
 
     @property
     def directory(self) -> Path:
@@ -184,7 +186,10 @@ class Cache:
         payload = len(text).to_bytes(4, "little") + text + data
         try:
             self._write(key + self._ENTRY, hashlib.sha256(payload).digest() + payload)
-            self._prune()
+            self._unlooked -= len(payload)
+            if self._unlooked < 0:
+                self._prune()
+                self._unlooked = self.LIMIT_BYTES // 16
         except OSError as error:
             self.problem = str(error)
         else:

@@ -48,9 +48,11 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector need not look again and again at thousands of collected tests."""
+    """The garbage collector need not look again and again at thousands of collected tests, nor whenever a kernel was
+    lowered; what tests say of garbage they say after a collection of their own."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope="session", params=_devices())

@@ -501,8 +501,12 @@ def test_what_was_not_used_for_longest_goes_first(cache: Cache, monkeypatch: pyt
     (cache.directory / "foreign").write_bytes(bytes(5000))
     assert cache.load("used")
     monkeypatch.setattr(Cache, "LIMIT_BYTES", 2500)
-    cache.store("newest", {}, bytes(1000))
+    another = Cache(cache.directory)  # looks at the directory with its first file
+    another.store("newest", {}, bytes(1000))
     assert {path.name for path in cache.directory.iterdir()} == {"used.image", "newest.image", "foreign"}
+    for i in range(50):
+        another.store(str(i), {}, bytes(50))  # and again after a sixteenth of the limit
+        assert sum(path.stat().st_size for path in cache.directory.glob("*.image")) < 2500 * 17 / 16 + 200
 
 
 def test_clear_removes_the_entries_only(cache: Cache) -> None:
