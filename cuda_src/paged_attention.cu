@@ -6,7 +6,6 @@
 //
 // A warp-wide product has 16 tokens as its rows and 8 queries as its columns, so a group of few queries wastes little.
 
-#include <cuda/std/type_traits>
 #include <math_constants.h>
 
 #include "dk/async_copy.cuh"
@@ -93,7 +92,8 @@ extern "C" __global__ void plan_paged_attention(const int* lengths, int* plan, i
 
 // grid: as many blocks as are resident, block: 128, one-dimensional
 // shared: kStages * kTiles * 2 * 64 * kDim * sizeof(KV) + kWarps * 4 * (kDim + 10) * 4 bytes
-// q, out: [requests, q_len, kv_heads * group, kDim], lse: [requests, q_len, kv_heads * group]
+// q, out: [requests, q_len, kv_heads * group, kDim], q_stride elements from token to token in q, and none between in out
+// lse: [requests, q_len, kv_heads * group]
 // k, v: pools, see dk/paged.cuh
 // partials: [2 * blocks or units, kRows * (kDim + 2)], arrivals: [requests * heads], all 0 before and after
 // k_scale, v_scale: [kv_heads], sinks: [kv_heads * group]
@@ -109,12 +109,12 @@ __global__ __launch_bounds__(kThreads, kResident) void paged_attention(
     const T* q, const KV* k, const KV* v, const int* block_table, const int* plan_data, float* partials,
     unsigned* arrivals, T* out, float* lse, const float* k_scale, const float* v_scale, const float* sinks,
     long long page_stride, int head_stride, int token_stride, int pages, int table_width, int kv_heads, int group,
-    int parts, int abreast, int q_len, int window, float scale, float soft_cap) {
+    int parts, int abreast, int q_len, int q_stride, int window, float scale, float soft_cap) {
   static_assert(kDim == 64 || kDim == 128 || kDim == 256, "a head has 64, 128 or 256 dimensions");
   static_assert(kRows % 8 == 0, "8 queries are the columns of a product");
   static_assert(dk::kTile == kWarps * kStrip, "a tile is a strip for each warp");
   constexpr bool k8Bit = sizeof(KV) == 1;
-  using M = cuda::std::conditional_t<k8Bit, __half, T>;  // what is multiplied
+  using M = typename dk::Factor<T, KV>::type;
   constexpr int kRowBytes = kDim * sizeof(KV), kStripBytes = kStrip * kRowBytes;  // of keys or of values
   constexpr int kStageBytes = kWarps * kTiles * 2 * kStripBytes;
   constexpr int kBlocks = kRows / 8;  // of 8 queries
@@ -125,7 +125,7 @@ __global__ __launch_bounds__(kThreads, kResident) void paged_attention(
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int r = lane / 4, c = lane % 4 * 2;  // see dk/mma.cuh
   const unsigned strips = dk::shared_address(shared) + warp * kTiles * 2 * kStripBytes;  // of this warp, in stage 0
-  const int q_heads = kv_heads * group, rows_of_head = q_len * group;
+  const int out_stride = kv_heads * group * kDim, rows_of_head = q_len * group;
   const dk::Plan plan(plan_data, abreast);
 
   dk::Cursor<kTiles> load(plan, kv_heads, parts, q_len, window);
@@ -136,12 +136,11 @@ __global__ __launch_bounds__(kThreads, kResident) void paged_attention(
   const auto token_of = [&](int index) -> int {
     return (index >= group) + (index >= 2 * group) + (index >= 3 * group);
   };
-  // Element 0 of row `row` of a head of the work; -1 for one that there is not.
-  const auto query = [&](const dk::Cursor<kTiles>& at, int row) -> long long {
-    const int index = at.part() * kRows + row;
+  // Where row `row` of a head of the work begins in an array with so many elements a token; -1 for one that there is not.
+  const auto place_of = [&](const dk::Cursor<kTiles>& at, int row, int of_token) -> long long {
+    const int index = at.part() * kRows + row, token = token_of(index);
     if (index >= rows_of_head) return -1;
-    const int token = token_of(index);
-    return ((1ll * at.request * q_len + token) * q_heads + at.kv_head * group + index - token * group) * kDim;
+    return (1ll * at.request * q_len + token) * of_token + (at.kv_head * group + index - token * group) * kDim;
   };
   // The first token of this warp's strip in tile i of those of a turn; whether there are tokens in any of its strips.
   const auto strip = [&](const dk::Cursor<kTiles>& at, int i) -> int {
@@ -224,7 +223,7 @@ __global__ __launch_bounds__(kThreads, kResident) void paged_attention(
     if constexpr (kFlags & dk::kScales) unit *= k_scale[work.kv_head];
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      const long long place = query(work, b * 8 + r);
+      const long long place = place_of(work, b * 8 + r, q_stride);
       float raise = 1.0f;  // of query r: what its halves are too small by
       if constexpr (k8Bit) {
         // A lane's 4 keys of 4 bytes go to two fragments: dimensions 2c, 2c + 1 to the first pair, 2c + 2, 2c + 3 to the
@@ -234,7 +233,7 @@ __global__ __launch_bounds__(kThreads, kResident) void paged_attention(
 #pragma unroll
         for (int s = 0; s < kSteps; ++s)
           if (place >= 0) fours[s] = dk::Vec<T, 4>::load(q + place + s * 16 + c * 2);
-        if constexpr (!cuda::std::is_same_v<T, __half>) {
+        if constexpr (!dk::kIsHalf<T>) {
 #pragma unroll
           for (int s = 0; s < kSteps; ++s)
             for (int j = 0; j < 4; ++j) largest = fmaxf(largest, fabsf(dk::to_float(fours[s].elements[j])));
@@ -447,7 +446,7 @@ __global__ __launch_bounds__(kThreads, kResident) void paged_attention(
         if (lane == 0) reinterpret_cast<float2*>(slot + kRows * kDim)[row] = {m, l};
       } else {
         const float by = finish(row, m, l);
-        const long long at = query(work, row);
+        const long long at = place_of(work, row, out_stride);
         for (int i = 0; i < kPairs; ++i)
           *reinterpret_cast<unsigned*>(out + at + i * 64 + lane * 2) = dk::pair<T>(x[i].x * by, x[i].y * by);
         if constexpr (kFlags & dk::kLse) {
@@ -498,7 +497,7 @@ __global__ __launch_bounds__(kThreads, kResident) void paged_attention(
             }
           }
           const float by = finish(row, m, l);
-          const long long at = query(work, row);
+          const long long at = place_of(work, row, out_stride);
           dk::Vec<T, kDims> results;
           for (int j = 0; j < kDims; ++j) results.elements[j] = dk::from_float<T>(x[j] * by);
           results.store(out + at + lane * kDims);

@@ -149,7 +149,8 @@ extern "C" __global__ void plan_prefill_attention(const int* q_starts, const int
 
 // grid: (queries of a KV head, KV heads, tiles), block: 128
 // shared: (kRows + 4 * kTokens) * kDim * sizeof(T) bytes, and for 8 bits 2 * kTokens * kDim more
-// q, out: [max_tokens, q_heads, kDim], lse: [max_tokens, q_heads]
+// q, out: [max_tokens, q_heads, kDim], q_stride elements from token to token in q, and none between in out
+// lse: [max_tokens, q_heads]
 // k, v: pools, see dk/paged.cuh
 // plan: [tiles] of four ints, by plan_prefill_attention with kRows
 // k_scale, v_scale: [kv_heads], sinks: [q_heads]
@@ -160,7 +161,7 @@ template <typename T, typename KV, int kDim, int kPage, int kFlags>
 __global__ __launch_bounds__(kThreads, 2) void prefill_attention(
     const T* q, const KV* k, const KV* v, const int* block_table, const int* plan, T* out, float* lse,
     const float* k_scale, const float* v_scale, const float* sinks, long long page_stride, int head_stride,
-    int token_stride, int pages, int table_width, int window, float scale, float soft_cap) {
+    int token_stride, int pages, int table_width, int q_stride, int window, float scale, float soft_cap) {
   static_assert(kDim == 64 || kDim == 128 || kDim == 256, "a head has 64, 128 or 256 dimensions");
   constexpr bool k8Bit = sizeof(KV) == 1;
   constexpr int kRows = kDim == 256 ? 64 : 128, kTokens = kDim == 256 ? 32 : 64;  // sums of 128 registers a thread
@@ -266,12 +267,12 @@ __global__ __launch_bounds__(kThreads, 2) void prefill_attention(
 
   // Each warp its own queries.
   const Thread loading;
-  const T* tile_q = q + part_of_first_row() * kDim;
+  const T* tile_q = q + 1ll * planned.row * q_stride + Thread::head() * kDim;
 #pragma unroll 4
   for (unsigned i = loading.lane; i < kWarpRows * kRowChunks; i += 32) {
     const int row = loading.row_of_warp(kWarpRows) + i / kRowChunks, chunk = i % kRowChunks;
     const bool there = row < tile.rows;
-    const T* from = there ? tile_q + row * q_heads * kDim + chunk * 8 : q;
+    const T* from = there ? tile_q + row * q_stride + chunk * 8 : q;
     dk::copy_async_16(queries + dk::swizzled<kRowBytes>(row, chunk), from, there ? 16 : 0);
   }
   int first = tile.begin(reach) / kTokens * kTokens;  // token of the tile

@@ -141,8 +141,8 @@ class Cache:
     """Images on disk, one file each; safe with any number of processes, never in the way.
 
     A file that is damaged counts as absent. Where the directory cannot be used nothing is kept, and ``problem`` says
-    why. Above ``LIMIT_BYTES`` the files that were not used for longest go; that is looked at with a process's first file,
-    and again whenever it has stored a sixteenth of the limit.
+    why. Above ``LIMIT_BYTES`` the files that were not used for longest go; a process looks at that with its first file,
+    and whenever it has stored a sixteenth of the limit.
     """
 
     LIMIT_BYTES = 512 * 2**20

@@ -35,9 +35,9 @@ INSTANCES: dict[str, list[str]] = {
     "paged_attention": [
         *instances(
             "paged_attention",
-            *("__nv_bfloat16,__nv_bfloat16,128,16,8,0,1,2,2", "__nv_bfloat16,__nv_fp8_e4m3,128,16,16,15,2,3,2"),
-            *("__half,__half,64,64,16,15,2,3,2", "__half,__nv_fp8_e4m3,256,8,8,15,1,2,2"),
-            "__nv_bfloat16,__nv_bfloat16,256,128,8,0,1,3,1",
+            *("__nv_bfloat16,__nv_bfloat16,128,16,8,0,1,2,2", "__nv_bfloat16,__nv_fp8_e4m3,128,16,8,15,2,3,2"),
+            *("__half,__half,64,64,16,15,1,3,2", "__half,__nv_fp8_e4m3,256,8,8,15,1,2,2"),
+            *("__nv_bfloat16,__nv_bfloat16,256,128,8,0,1,3,1", "__half,__nv_fp8_e4m3,128,32,16,15,1,3,2"),
         ),
         *instances("merge_attention", *HALVES),
     ],

@@ -1,4 +1,5 @@
-"""Both devices in one process: every shipped kernel gives the same bits on the CPU device and on a GPU."""
+"""Both devices in one process: every shipped kernel gives the same on the CPU device and on a GPU: the same bits, but
+where the hardware's products of fragments and its exp2 leave room."""
 
 from __future__ import annotations
 
@@ -8,12 +9,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from compare import assert_equal_bits
+from compare import assert_close, assert_equal_bits
 from test_every_kernel import INSTANCES
 
 import drvkit as dk
 from drvkit.device import NO_GPU
 from drvkit.driver import open_driver
+from drvkit.ops.kv_write import kv_write, slot_mapping
+from drvkit.ops.paged_attention import DecodePlan, merge_attention, paged_attention, plan_decode
+from drvkit.ops.prefill_attention import PrefillPlan, plan_prefill, prefill_attention
 
 N = 100_003
 DTYPES: dict[str, Any] = {"__half": np.float16, "__nv_bfloat16": ml_dtypes.bfloat16, "bool": np.bool_}
@@ -87,3 +91,88 @@ def test_a_graph_that_branches_and_loops(pair: tuple[dk.Device, dk.Device], rng:
                     results.append(y.numpy(stream))
         assert_equal_bits(*results)
         assert results[0].max() <= 11
+
+
+# ---- attention -----------------------------------------------------------------------------------------------------
+
+bf16, f16, e4m3 = ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn
+KV_HEADS, GROUP, DIM, PAGE = 2, 4, 128, 16
+WHY = "products of fragments are added up otherwise, exp2 is approximate, and results are rounded"
+
+
+def normal(rng: np.random.Generator, dtype: Any, *shape: int) -> Any:
+    return rng.normal(size=shape).astype(np.float32).astype(dtype)
+
+
+@pytest.mark.parametrize("style", [None, "neox", "gptj"])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(bf16, bf16), (f16, f16), (bf16, e4m3), (f16, e4m3)])
+def test_keys_and_values_are_written(
+    pair: tuple[dk.Device, dk.Device], rng: np.random.Generator, dtype: Any, kv_dtype: Any, style: str | None
+) -> None:
+    tokens, pages = 50, 7
+    rows = rng.integers(0, 256, (2, tokens, KV_HEADS, 2 * DIM), np.uint8).view(dtype)
+    q = rng.integers(0, 256, (tokens, KV_HEADS * GROUP, 2 * DIM), np.uint8).view(dtype)
+    positions = rng.integers(0, pages * PAGE, tokens).astype(np.int32)
+    table = rng.permutation(pages).astype(np.int32).reshape(1, pages)
+    scales = np.exp2(rng.uniform(-9, 2, (2, KV_HEADS))).astype(np.float32)
+    cos_sin = rng.uniform(-1, 1, (pages * PAGE, DIM)).astype(np.float32)
+    results = []
+    for device in pair:
+        k, v, k_scale, v_scale = (device.array(each) for each in (*rows, *scales))
+        k_pool, v_pool = (device.zeros((pages, KV_HEADS, PAGE, DIM), kv_dtype) for _ in range(2))
+        at, slots = device.array(positions), device.zeros(tokens, np.int64)
+        how: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale} if kv_dtype is e4m3 else {}
+        turned = device.array(q)
+        if style:
+            how |= {"q": turned, "cos_sin": device.array(cos_sin), "positions": at, "style": style}
+        with device.stream() as stream:
+            slot_mapping(stream, device.array(table), slots, page_size=PAGE, positions=at)
+            kv_write(stream, k, v, k_pool, v_pool, slots, **how)
+            results.append([each.numpy(stream) for each in (slots, turned, k_pool, v_pool)])
+    for gpu, cpu in zip(*results, strict=True):
+        assert_equal_bits(cpu, gpu, any_nan=cpu.dtype.kind != "i")
+
+
+@pytest.mark.parametrize("kv_dtype", [bf16, e4m3])
+def test_attention(pair: tuple[dk.Device, dk.Device], rng: np.random.Generator, kv_dtype: Any) -> None:
+    lengths = np.array([0, 1, 77, 300], np.int32)
+    width = 20
+    shape: dict[str, Any] = {"q_heads": KV_HEADS * GROUP, "kv_heads": KV_HEADS, "dim": DIM, "page_size": PAGE}
+    shape |= {"table_width": width, "kv_dtype": kv_dtype}
+    table = rng.permutation(4 * width).astype(np.int32).reshape(4, width)
+    pools = [normal(rng, kv_dtype, 4 * width, KV_HEADS, PAGE, DIM) for _ in range(2)]
+    queries = normal(rng, bf16, 4, 1, KV_HEADS * GROUP, DIM)
+    starts = np.array([0, 0, 1, 40, 100], np.int32)  # of a prefill: none, 1, 39 and 60 queries
+    prompt = normal(rng, bf16, 110, KV_HEADS * GROUP, DIM)
+    sinks = normal(rng, np.float32, KV_HEADS * GROUP)
+    results = []
+    for device in pair:
+        k, v, pages, tokens, sink = (device.array(each) for each in (*pools, table, lengths, sinks))
+        made = []
+        with (
+            device.stream() as stream,
+            DecodePlan(device, requests=4, batch_invariant=True, **shape) as decode,
+            PrefillPlan(device, max_tokens=110, max_requests=4, **shape) as prefill,
+        ):
+            for plan, q in ((decode, device.array(queries)), (prefill, device.array(prompt))):
+                out, lse = device.zeros(q.shape, bf16), device.zeros(q.shape[:-1], np.float32)
+                if plan is decode:
+                    plan_decode(stream, decode, tokens)
+                    paged_attention(stream, decode, q, k, v, pages, out, lse=lse, sinks=sink)
+                else:
+                    plan_prefill(stream, prefill, device.array(starts), tokens)
+                    prefill_attention(stream, prefill, q, k, v, pages, out, lse=lse, sinks=sink)
+                    tiles = prefill.schedule.numpy(stream)
+                made += [out, lse]
+            outs = device.array(normal(np.random.default_rng(0), bf16, 3, 40, DIM))
+            lses = device.array(normal(np.random.default_rng(1), np.float32, 3, 40))
+            merged, whole = device.zeros((40, DIM), bf16), device.zeros(40, np.float32)
+            merge_attention(stream, outs, lses, merged, whole)
+            results.append([each.numpy(stream) for each in (*made, merged, whole)])
+            results[-1].append(tiles)
+    for gpu, cpu in zip(*results, strict=True):
+        if cpu.dtype.kind == "i":
+            assert_equal_bits(cpu, gpu)
+        else:
+            close = 2**-7 if cpu.dtype == bf16 else 2**-16
+            assert_close(cpu, gpu, rtol=close, atol=close, why=WHY)

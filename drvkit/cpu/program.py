@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,7 @@ class Program:
     def __init__(self, text: str, name: str, mode: str) -> None:
         self.name, self.text, self.mode = name, text, mode
         try:
-            self.ptx = parse(text)
+            self.ptx = self._outline()
         except PtxError as error:
             raise ImageError("CUDA_ERROR_INVALID_PTX", str(error)) from None
         target = re.match(r"sm_(\d+)", self.ptx.target)
@@ -89,7 +90,27 @@ class Program:
                     self.functions[entry.name] = Function(self, entry)
         except PtxError as error:
             raise ImageError("CUDA_ERROR_INVALID_PTX", str(error)) from error
+        self.__dict__.pop("parsed", None)  # whoever needs it has had it
         self._place_variables()
+
+    def _outline(self) -> Module:
+        """The text without the bodies of its functions, kept on disk: to read a long text takes a second."""
+        key = compiler.digest("outline", self.text)
+        entry = DEFAULT_CACHE.load(key)
+        if entry is not None:
+            outline: Module = pickle.loads(entry[1])
+            return outline
+        bare = {
+            name: PtxFunction(each.name, each.entry, each.parameters, directives=each.directives, defined=each.defined)
+            for name, each in self.parsed.functions.items()
+        }
+        outline = replace(self.parsed, functions=bare)
+        DEFAULT_CACHE.store(key, {}, pickle.dumps(outline))
+        return outline
+
+    @cached_property
+    def parsed(self) -> Module:
+        return parse(self.text)
 
     def _place_variables(self) -> None:
         variables = [v for v in self.ptx.variables.values() if v.space in ("global", "const")]
@@ -161,7 +182,7 @@ class Function:
             self.compiled = Compiled(**header)
             self.compiled.parameters = [(offset, size) for offset, size in self.compiled.parameters]
         else:
-            self.compiled, self._ir = _lower(program.ptx, ptx, program.mode)
+            self.compiled, self._ir = _lower(program.parsed, ptx.name, program.mode)
         self.spare: list[Any] = []  # slots of earlier launches
         self.max_dynamic_shared = max(0, DEFAULT_SHARED_BYTES - self.shared_bytes)
         self.settings = {
@@ -243,7 +264,8 @@ def _product(numbers: tuple[int, ...]) -> int:
     return result
 
 
-def _lower(module: Module, ptx: PtxFunction, mode: str) -> tuple[Compiled, str]:
+def _lower(module: Module, name: str, mode: str) -> tuple[Compiled, str]:
+    ptx = module.functions[name]
     flow = Flow(module, ptx, interruptible=mode == "explored")
     lower = Lower(flow, module.variables, SYMBOL, mode=mode)
     ir = lower.text()

@@ -41,7 +41,8 @@ HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 DIMS = (64, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64, 128)
 FLAGS = {"soft_cap": 1, "sinks": 2, "k_scale": 4, "v_scale": 4, "lse": 8}  # see dk/attention.cuh
-# By the bytes of a row of keys: tiles of a turn, stages of the pipeline, and resident blocks of a multiprocessor.
+# By the bytes of a row of keys: tiles of a turn (for 8 queries), stages of the pipeline, and resident blocks of a
+# multiprocessor.
 PIPELINE = {64: (2, 4, 3), 128: (2, 3, 2), 256: (1, 2, 2), 512: (1, 3, 1)}
 INVARIANT_UNITS = 64  # that a work has at most
 
@@ -175,6 +176,8 @@ class DecodePlan(AttentionPlan):
         self.heads = kv_heads * self.parts
         row_bytes = dim * self.kv_dtype.itemsize
         self.tiles, self.stages, self.resident = PIPELINE[row_bytes]
+        if self.rows == 16:
+            self.tiles = 1
         self.shared_mem_bytes = self.tiles * self.stages * 2 * TILE * row_bytes + WARPS * 4 * (dim + 10) * 4
         self.blocks = self.resident * device.multiprocessors
         self.abreast = math.gcd(self.heads, self.blocks)  # blocks of a team, see dk/attention_plan.cuh
@@ -234,7 +237,8 @@ def paged_attention(
     """``out = softmax(scale * q k^T) v`` for the step that ``plan`` was made for by `plan_decode`.
 
     Args:
-        q, out: [requests, q_len, q_heads, dim], contiguous, of the plan's dtype.
+        q, out: [requests, q_len, q_heads, dim] of the plan's dtype. The heads of a token are contiguous; in ``q``
+            tokens may be parts of the rows of one projection, in ``out`` they follow each other.
         k, v: pools of the plan's kv_dtype, [pages, kv_heads, page_size, dim] ("HND") or [pages, page_size, kv_heads,
             dim] ("NHD"), of the same strides; a token's row is contiguous.
         block_table: int32 [requests, table_width]; entries behind a request's last page are not read.
@@ -249,8 +253,8 @@ def paged_attention(
     """
     op = "paged_attention"
     shape = (plan.requests, plan.q_len, plan.q_heads, plan.dim)
-    for role, operand in (("q", q), ("out", out)):
-        shaped(f"{op}: {role}", array(f"{op}: {role}", operand, [plan.dtype]), shape)
+    q, q_stride = queries(f"{op}: q", plan, q, shape)
+    result(f"{op}: out", plan, out, shape)
     pointers, geometry = pools(op, plan, k, v, layout)
     table = array(f"{op}: block_table", block_table, [np.dtype(np.int32)])
     shaped(f"{op}: block_table", table, (plan.requests, plan.table_width))
@@ -261,7 +265,8 @@ def paged_attention(
         *(q, *pointers, block_table, plan.schedule, plan.partials, plan.arrivals, out),
         *(nothing if each is None else each for each in given.values()),
         *(*geometry, plan.table_width, plan.kv_heads),
-        *(plan.group, plan.parts, plan.abreast, plan.q_len, -1 if plan.window is None else plan.window, *factors),
+        *(plan.group, plan.parts, plan.abreast, plan.q_len, q_stride),
+        *(-1 if plan.window is None else plan.window, *factors),
     )
     types = f"{CTYPES[plan.dtype]},{CTYPES[plan.kv_dtype]}"
     sizes = f"{plan.dim},{plan.page_size},{plan.rows},{flags},{plan.tiles},{plan.stages},{plan.resident}"
@@ -322,6 +327,37 @@ def options(
             raise ValueError(f"{op}: soft_cap: wanted None or a positive number, got {soft_cap!r}")
         flags |= FLAGS["soft_cap"]
     return flags, (1 / math.sqrt(plan.dim) if scale is None else scale, 0.0 if soft_cap is None else soft_cap)
+
+
+def queries(label: str, plan: AttentionPlan, q: Any, shape: tuple[int, ...]) -> tuple[Any, int]:
+    """Queries of ``shape`` as kernels take them: the pointer, and the elements from token to token."""
+    seen = view(label, q, [plan.dtype])
+    shaped(label, seen, shape)
+    *tokens, heads, dim = shape
+    item = seen.dtype.itemsize
+    stride, count = heads * dim * item, 1
+    for extent, step in zip(reversed(tokens), reversed(seen.strides[:-2]), strict=True):
+        if extent > 1:
+            stride = step if count == 1 else stride
+            if step != stride * count:
+                raise ValueError(f"{label}: wanted tokens at one distance, got strides {seen.strides} of shape {shape}")
+            count *= extent
+    if seen.strides[-1] != item or (heads > 1 and seen.strides[-2] != dim * item):
+        raise ValueError(f"{label}: wanted contiguous tokens, got strides {seen.strides} of shape {shape}")
+    if seen.address % 16 or stride % 16 or not 0 <= stride // item < 2**31:
+        raise ValueError(
+            f"{label}: wanted an address and a distance of tokens that are multiples of 16 bytes, got "
+            f"{seen.address:#x} and {stride}"
+        )
+    return span(q, seen), stride // item
+
+
+def result(label: str, plan: AttentionPlan, out: Any, shape: tuple[int, ...]) -> None:
+    """Refuse what an attention cannot be written to."""
+    seen = array(label, out, [plan.dtype])
+    shaped(label, seen, shape)
+    if seen.address % 16:
+        raise ValueError(f"{label}: wanted an address aligned to 16 bytes, got {seen.address:#x}")
 
 
 def pools(

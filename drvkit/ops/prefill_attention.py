@@ -21,7 +21,7 @@ from numpy.typing import DTypeLike
 
 from ..device import Device
 from . import Where, array, launch, shaped
-from .paged_attention import CTYPES, THREADS, AttentionPlan, options, pools
+from .paged_attention import CTYPES, THREADS, AttentionPlan, options, pools, queries, result
 
 if TYPE_CHECKING:
     from ..graph import After
@@ -144,7 +144,8 @@ def prefill_attention(
     """``out = softmax(scale * q k^T) v`` for the step that ``plan`` was made for by `plan_prefill`.
 
     Args:
-        q, out: [max_tokens, q_heads, dim], contiguous, of the plan's dtype.
+        q, out: [max_tokens, q_heads, dim] of the plan's dtype. The heads of a token are contiguous; in ``q`` tokens may
+            be parts of the rows of one projection, in ``out`` they follow each other.
         k, v: pools of the plan's kv_dtype, [pages, kv_heads, page_size, dim] ("HND") or [pages, page_size, kv_heads,
             dim] ("NHD"), of the same strides; a token's row is contiguous.
         block_table: int32 [max_requests, table_width]; entries behind a request's last page, and before its first
@@ -160,11 +161,8 @@ def prefill_attention(
     """
     op = "prefill_attention"
     shape = (plan.max_tokens, plan.q_heads, plan.dim)
-    for role, operand in (("q", q), ("out", out)):
-        seen = array(f"{op}: {role}", operand, [plan.dtype])
-        shaped(f"{op}: {role}", seen, shape)
-        if seen.address % 16:
-            raise ValueError(f"{op}: {role}: wanted an address aligned to 16 bytes, got {seen.address:#x}")
+    q, q_stride = queries(f"{op}: q", plan, q, shape)
+    result(f"{op}: out", plan, out, shape)
     pointers, geometry = pools(op, plan, k, v, layout)
     table = array(f"{op}: block_table", block_table, [np.dtype(np.int32)])
     shaped(f"{op}: block_table", table, (plan.max_requests, plan.table_width))
@@ -173,7 +171,7 @@ def prefill_attention(
     args = (
         *(q, *pointers, block_table, plan.schedule, out),
         *(plan.nothing if each is None else each for each in given.values()),
-        *(*geometry, plan.table_width),
+        *(*geometry, plan.table_width, q_stride),
         *(-1 if plan.window is None else plan.window, *factors),
     )
     types = f"{CTYPES[plan.dtype]},{CTYPES[plan.kv_dtype]}"

@@ -5,6 +5,9 @@ layers, every one with keys and values of its own, in shuffled pages: at least 5
 tokens in the L2 cache. Layers follow each other by programmatic edges. A figure is the median over launches of the time
 of a launch, divided by its layers: the plan is in it. Nothing is asserted.
 
+Prefill is one prompt of so many tokens, causal, the plan included; its ceiling is the tensor cores' rate for dense
+products, which is not measured here.
+
 "read" is the time that a kernel takes to read as many bytes, of which it does nothing else, by the fastest of some
 grids, in the same run. "peer" is the best of flashinfer 0.6.18 and FlashAttention-3, measured on another H200 by
 the same protocol.
@@ -27,6 +30,7 @@ from drvkit.device import Device
 from drvkit.graph import Graph
 from drvkit.memory import Buffer
 from drvkit.ops.paged_attention import DecodePlan, paged_attention, plan_decode
+from drvkit.ops.prefill_attention import PrefillPlan, plan_prefill, prefill_attention
 from drvkit.source import Source
 
 bf16, e4m3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
@@ -56,6 +60,8 @@ PEERS: dict[tuple[int, int, Any], float] = {
     (8, 32768, e4m3): 189.0,
     (32, 4096, e4m3): 69.4,
 }
+
+PROMPTS: tuple[tuple[int, Any], ...] = ((2048, bf16), (8192, bf16), (16384, bf16), (8192, e4m3))
 
 READ = """
 __global__ void read(const unsigned* x, long long n, unsigned* y) {  // 16-byte parts
@@ -143,6 +149,24 @@ class Bench:
             buffer.close()
         return us, nbytes
 
+    def prefill_us(self, tokens: int, kv_dtype: Any) -> float:
+        width = tokens // PAGE
+        elements = width * KV_HEADS * PAGE * DIM
+        k, v = (self.pool(elements, kv_dtype).reshape((width, KV_HEADS, PAGE, DIM)) for _ in range(2))
+        table = self.device.array(self.rng.permutation(width).astype(np.int32).reshape(1, width))
+        starts, length = (self.device.array(np.array(each, np.int32)) for each in ([0, tokens], [tokens]))
+        q = self.pool(tokens * Q_HEADS * DIM, bf16).reshape((tokens, Q_HEADS, DIM))
+        out = self.device.zeros(q.shape, bf16)
+        how: dict[str, Any] = {"q_heads": Q_HEADS, "kv_heads": KV_HEADS, "dim": DIM, "page_size": PAGE}
+        how |= {"max_tokens": tokens, "max_requests": 1, "table_width": width, "kv_dtype": kv_dtype}
+        with PrefillPlan(self.device, **how) as plan, Graph(self.device, "prefill") as graph:
+            planned = plan_prefill(graph, plan, starts, length)
+            prefill_attention(graph, plan, q, k, v, table, out, after=planned)
+            us = self.median_us(graph)
+        for buffer in (k, v, table, starts, length, q, out):
+            buffer.close()
+        return us
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -151,7 +175,7 @@ def main() -> None:
     bench = Bench()
     title = f"decode, {Q_HEADS} query and {KV_HEADS} KV heads, dim {DIM}, page {PAGE}: us a layer"
     table = Table("KV", "requests", "tokens", "drvkit", "read", "of read", "GB/s", "peer", "of peer", title=title)
-    rows = []
+    rows: list[dict[str, Any]] = []
     reads: dict[int, float] = {}
     for (requests, tokens, dtype), peer in PEERS.items():
         us, nbytes = bench.decode_us(requests, tokens, dtype)
@@ -163,7 +187,14 @@ def main() -> None:
             *(f"{nbytes / us / 1e3:.0f}", f"{peer:.1f}", f"{us / peer:.2f}"),
         )
         rows.append({"kv": np.dtype(dtype).name, "requests": requests, "tokens": tokens, "us": us, "read_us": read})
-    Console(width=120).print(table)
+    prompts = Table("KV", "tokens", "us", "TFLOP/s", title="prefill, causal, of the same heads")
+    for tokens, dtype in PROMPTS:
+        us = bench.prefill_us(tokens, dtype)
+        rate = 4 * (tokens * (tokens + 1) // 2) * Q_HEADS * DIM / us / 1e6
+        prompts.add_row(np.dtype(dtype).name, str(tokens), f"{us:.1f}", f"{rate:.0f}")
+        rows.append({"kv": np.dtype(dtype).name, "prompt": tokens, "us": us, "tflops": rate})
+    for each in (table, prompts):
+        Console(width=120).print(each)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -270,9 +270,15 @@ def test_operands_that_do_not_fit_are_refused(
     device: Device, graph: Graph, role: str, shape: tuple[int, ...], dtype: Any, error: type[Exception], message: str
 ) -> None:
     with DecodePlan(device, **PLAN) as plan:
-        given = operands(device) | {role: device.zeros(shape, dtype)}
+        given_right = operands(device)
+        given = given_right | {role: device.zeros(shape, dtype)}
         with pytest.raises(error, match=f"^paged_attention: {message}"):
             paged_attention(graph, plan, **given)
+        row = device.zeros((2, 1, 10, 256), bf16)
+        with pytest.raises(ValueError, match=r"^paged_attention: q: wanted contiguous tokens, got strides \(5120, "):
+            paged_attention(graph, plan, **given_right | {"q": row[:, :, :8, :128]})
+        with pytest.raises(ValueError, match=r"^paged_attention: out: wanted .*contiguous"):
+            paged_attention(graph, plan, **given_right | {"out": row[:, :, :8, :128]})
         with pytest.raises(ValueError, match="soft_cap: wanted None or a positive number, got 0"):
             paged_attention(graph, plan, **operands(device), soft_cap=0)
         with pytest.raises(ValueError, match="layout: wanted HND or NHD, got 'DNH'"):
@@ -324,6 +330,27 @@ def test_a_gpu_stays_inside_its_memory(
         out, _ = step.run(stream, plan)
     step.lengths[1] = 0
     assert_close(out[0].astype(np.float64), step.wanted()[0][0], rtol=2**-7, atol=2**-7, why=WHY)
+
+
+HALVES = """
+#include "dk/attention.cuh"
+__global__ void convert(unsigned* told, unsigned* by_bits) {
+  const unsigned pair = blockIdx.x * blockDim.x + threadIdx.x;
+  told[pair] = dk::halves(pair), by_bits[pair] = dk::halves_by_bits(pair);
+}
+"""
+
+
+def test_eight_bits_are_widened_exactly_with_and_without_the_instruction(device: Device, stream: Stream) -> None:
+    pairs = np.arange(2**16, dtype=np.uint16).view(e4m3)
+    with (
+        device.module(Source.from_text(HALVES, "halves.cu")) as module,
+        device.zeros(2**16, np.uint32) as told,
+        device.zeros(2**16, np.uint32) as by_bits,
+    ):
+        module.kernel("convert").launch(stream, grid=256, block=256, args=(told, by_bits))
+        for each in (told, by_bits):
+            assert_equal_bits(each.numpy(stream).view(f16), pairs.astype(f16), any_nan=True)
 
 
 # ---- the plan ------------------------------------------------------------------------------------------------------
@@ -498,20 +525,23 @@ def test_a_batch_invariant_row_does_not_see_its_neighbours(
             assert_equal_bits(alone[row][part], together[part][row])
 
 
-def test_pools_may_be_the_halves_of_one_array(device: Device, stream: Stream, rng: np.random.Generator) -> None:
+def test_operands_may_be_parts_of_larger_arrays(device: Device, stream: Stream, rng: np.random.Generator) -> None:
+    """Pools the halves of one array, queries the first heads of the rows of a projection."""
     step = Step([40, 7], rng)
     both = np.stack([step.k, step.v], axis=1)
+    heads = step.q.shape[2]
+    projection = np.concatenate([step.q, np.full_like(step.q, np.nan)], axis=2)
     with (
         step.plan(device) as plan,
         device.array(both) as pool,
-        device.array(step.q) as q,
+        device.array(projection) as qkv,
         device.zeros(step.q.shape, bf16) as out,
         device.zeros(step.q.shape[:3], np.float32) as lse,
         device.array(step.table) as table,
         device.array(np.array(step.lengths, np.int32)) as lengths,
     ):
         plan_decode(stream, plan, lengths)
-        paged_attention(stream, plan, q, pool[:, 0], pool[:, 1], table, out, lse=lse)
+        paged_attention(stream, plan, qkv[:, :, :heads], pool[:, 0], pool[:, 1], table, out, lse=lse)
         stream.synchronize()
         step.check((out.numpy(), lse.numpy()))
 

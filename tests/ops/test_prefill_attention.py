@@ -398,6 +398,18 @@ def test_tokens_first_in_memory(stream: Stream, rng: np.random.Generator) -> Non
     step.check(run(stream, step))
 
 
+def test_queries_may_be_parts_of_the_rows_of_a_projection(stream: Stream, rng: np.random.Generator) -> None:
+    step = Step(Shape(310, 10, layout="NHD"), MIXED, rng)
+    heads = step.q.shape[1]
+    projection = np.concatenate([np.full_like(step.q, np.nan), step.q], axis=1)
+    with step.operands(stream.device) as operands, stream.device.array(projection) as qkv:
+        operands.of["q"].close()
+        operands.of["q"] = qkv[:, heads:]
+        operands.submit(stream)
+        stream.synchronize()
+        step.check(operands.results())
+
+
 def test_a_step_of_padding_alone(stream: Stream, rng: np.random.Generator) -> None:
     requests: Requests
     for requests in ([], [(0, 0), (0, 100)]):
