@@ -19,8 +19,6 @@
 constexpr int kThreads = 128;
 constexpr int kWarps = 4;
 constexpr int kStrip = 16;  // tokens
-// A maximum is raised only for a logit that is above it by more than this, in powers of two: sums have the room.
-constexpr float kSlack = 8.0f;
 
 // grid: 1, block: 1024
 // lengths: [requests]
@@ -35,8 +33,7 @@ extern "C" __global__ void plan_paged_attention(const int* lengths, int* plan, i
   dk::PlanHead* head = reinterpret_cast<dk::PlanHead*>(plan);
   dk::PlanStart* starts = reinterpret_cast<dk::PlanStart*>(head + 1);
   dk::PlanRequest* rows = reinterpret_cast<dk::PlanRequest*>(starts + teams);
-  dk::wait_for_kernels_before();
-  dk::let_kernels_behind_start();
+  dk::wait_for_kernels_before();  // nobody is let start before the end: attention reads the plan before it waits
 
   // Units of all requests before each: a scan, 1024 requests at a time.
   if (thread == 0) before_chunk = 0;
@@ -220,7 +217,7 @@ __global__ __launch_bounds__(kThreads, kResident) void paged_attention(
     int position[kBlocks][2];
 
     float unit = scale * dk::kLog2e;
-    if constexpr (kFlags & dk::kScales) unit *= k_scale[work.kv_head];
+    if constexpr (kFlags & dk::kScales) unit *= dk::scale_of(k_scale, work.kv_head);
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       const long long place = place_of(work, b * 8 + r, q_stride);
@@ -326,7 +323,7 @@ __global__ __launch_bounds__(kThreads, kResident) void paged_attention(
           bool above = false;
 #pragma unroll
           for (int i = 0; i < kTiles; ++i)
-            for (int j = 0; j < 4; ++j) above |= x[i][j] > maximum[b][j % 2] + kSlack;
+            for (int j = 0; j < 4; ++j) above |= x[i][j] > maximum[b][j % 2] + dk::kSlack;
           if (__any_sync(~0u, above)) {
             for (int j = 0; j < 2; ++j) {
               float most = maximum[b][j];
@@ -386,7 +383,7 @@ __global__ __launch_bounds__(kThreads, kResident) void paged_attention(
     const dk::Slots slots(plan, work);
     const int rows = min(kRows, rows_of_head - work.part() * kRows);
     float v_unit = 1.0f;
-    if constexpr (kFlags & dk::kScales) v_unit = v_scale[work.kv_head];
+    if constexpr (kFlags & dk::kScales) v_unit = dk::scale_of(v_scale, work.kv_head);
     // What the sums of a query are divided by, once they are complete.
     const auto finish = [&](int row, float m, float l) -> float {
       float below = l;

@@ -24,10 +24,6 @@ constexpr int kThreads = 128;
 constexpr int kWarps = 4;
 constexpr int kBuckets = 1024;
 
-// Probabilities are taken by a base, a maximum of before, until they would be larger than 2^kSlack. So nearly all tiles
-// leave the sums as they are.
-constexpr float kSlack = 8.0f;
-
 // A tile of queries, as it lies in the plan.
 struct alignas(16) Tile {
   int request;   // -1: padding
@@ -281,7 +277,7 @@ __global__ __launch_bounds__(kThreads, 2) void prefill_attention(
 
   // Logits in powers of two are `unit` times what is in s. Row 8 * h + r of a block of queries has index h.
   float unit = scale * dk::kLog2e, uncapped = 0.0f;
-  if constexpr (kFlags & dk::kScales) unit *= k_scale[Thread::kv_head()];
+  if constexpr (kFlags & dk::kScales) unit *= dk::scale_of(k_scale, Thread::kv_head());
   if constexpr (kFlags & dk::kSoftCap) uncapped = unit * dk::kLn2 / soft_cap, unit = soft_cap * dk::kLog2e;
   float o[kBlocks][2 * kPanels][4] = {};  // D fragments: queries by dimensions
   float base[kBlocks][2], sum[kBlocks][2] = {};  // a lane's part of the sum
@@ -365,7 +361,7 @@ __global__ __launch_bounds__(kThreads, 2) void prefill_attention(
         above = fmaxf(above, __shfl_xor_sync(~0u, above, 2));
         shrink[b][h] = 1.0f;
         above *= unit;
-        if (above - base[b][h] > kSlack) {
+        if (above - base[b][h] > dk::kSlack) {
           shrink[b][h] = dk::exp2_approx(base[b][h] - above);
           base[b][h] = above;
           grows = true;
@@ -416,7 +412,7 @@ __global__ __launch_bounds__(kThreads, 2) void prefill_attention(
   dk::wait_for_copies<0>();
   __syncwarp();
   float v_unit = 1.0f;
-  if constexpr (kFlags & dk::kScales) v_unit = v_scale[Thread::kv_head()];
+  if constexpr (kFlags & dk::kScales) v_unit = dk::scale_of(v_scale, Thread::kv_head());
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b)
     for (int h = 0; h < 2; ++h) {

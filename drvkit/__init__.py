@@ -16,6 +16,7 @@ from .node import Node, Port, WaitValue, WriteValue
 from .replay import Exec
 from .signature import ArgumentError
 from .source import Source
+from .world import World, WorldError
 
 __all__ = [
     "AccessPolicyWindow",
@@ -49,6 +50,8 @@ __all__ = [
     "Source",
     "Stream",
     "WaitValue",
+    "World",
+    "WorldError",
     "WriteValue",
     "build",
     "live",

@@ -131,10 +131,15 @@ class Scratch:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._blocks: list[Buffer] = []  # of bytes
-        self._used: list[int] = []  # of each, by the build that is going on
+        self._used: list[int] | None = None  # of each, by the build that is going on
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike) -> Buffer:
-        """Memory that nothing else of this build has, its contents undefined. It is closed with the `Buckets`."""
+        """Memory that nothing else of this build has, its contents undefined. It is closed with the `Buckets`.
+
+        `RuntimeError` outside of a build: the memory is that of graphs that were built.
+        """
+        if self._used is None:
+            raise RuntimeError("scratch.empty: no graph is being built; what lasts longer is memory of your own")
         outline = Buffer.borrow(self.device, 0, shape, dtype)
         nbytes = -(-max(outline.nbytes, 1) // ALIGNMENT) * ALIGNMENT
         room = [(block.size - used, i) for i, (block, used) in enumerate(zip(self._blocks, self._used, strict=True))]
@@ -150,13 +155,16 @@ class Scratch:
     def nbytes(self) -> int:
         return sum(block.size for block in self._blocks)
 
-    def _restart(self) -> None:
+    def _begin(self) -> None:
         self._used = [0] * len(self._blocks)
+
+    def _end(self) -> None:
+        self._used = None
 
     def _close(self) -> None:
         for block in self._blocks:
             block.close()
-        self._blocks, self._used = [], []
+        self._blocks, self._used = [], None
 
 
 Eager: TypeAlias = Callable[[Stream, Key], Any]  # called with the stream and the step's own key
@@ -190,7 +198,6 @@ class Bucket:
         return self
 
     def _build(self, device: Device, build: Build, scratch: Scratch) -> None:
-        scratch._restart()
         pieces: list[Exec | Eager] = []
         try:
             built: Any = build(self.key, scratch)
@@ -389,9 +396,11 @@ class Buckets(Owned):
             raise BucketError(f"buckets {self.name!r}: a build needs {bucket.key}, which is not built", bucket.key)
         assert self._build is not None
         self._building = True
+        self.scratch._begin()
         try:
             bucket._build(self.device, self._build, self.scratch)
         finally:
+            self.scratch._end()
             self._building = False
 
     def run(

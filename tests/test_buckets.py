@@ -627,3 +627,11 @@ def test_a_run_in_flight_ends_well_though_all_is_closed(
     taken = [device.empty(16, np.float32).fill(-7.0, stream) for _ in range(4)]
     assert doubling.y.numpy(stream)[:5, 0].tolist() == [2 * POISON] * 3 + [0, POISON]
     del taken
+
+
+def test_scratch_memory_is_given_to_builds_alone(device: dk.Device) -> None:
+    with (
+        dk.Buckets(device, SIZES, nothing) as buckets,
+        pytest.raises(RuntimeError, match="no graph is being built"),
+    ):
+        buckets.scratch.empty(4, np.float32)

@@ -28,6 +28,9 @@ def instances(kernel: str, *arguments: str) -> list[str]:
 
 INSTANCES: dict[str, list[str]] = {
     "add": [*instances("add", *FLOATS, *WIDE), *instances("add_scalar", *FLOATS, *WIDE)],
+    "allreduce_rmsnorm": instances(
+        "allreduce_rmsnorm", "__nv_bfloat16,2,1", "__nv_bfloat16,2,4", "__half,4,2", "float,8,8"
+    ),
     "kv_write": instances(
         "kv_write",
         *(f"{t},{kv},{rotation}" for t in HALVES for kv in (t, "__nv_fp8_e4m3") for rotation in range(3)),

@@ -26,7 +26,20 @@ ORDER = (
         "signature",
         "attributes",
     ),
-    *("module", "node", "show", "graph", "replay", "buckets", "ops", "ref", "cpu", "pytest_plugin"),
+    *(
+        "module",
+        "node",
+        "show",
+        "graph",
+        "replay",
+        "buckets",
+        "world",
+        "rendezvous",
+        "ops",
+        "ref",
+        "cpu",
+        "pytest_plugin",
+    ),
 )
 
 

@@ -6,6 +6,7 @@
 
 #include <cuda_fp8.h>
 
+#include "check.cuh"
 #include "mma.cuh"
 
 namespace dk {
@@ -13,8 +14,18 @@ namespace dk {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
+// The maximum that probabilities are taken by is raised only for a logit that is above it by more than this, in powers of
+// two: sums, and halves, have the room.
+constexpr float kSlack = 8.0f;
+
 // Flags of an instance.
 constexpr int kSoftCap = 1, kSinks = 2, kScales = 4, kLse = 8;
+
+// The scale of a head, which multiplies its keys or its values.
+__device__ inline float scale_of(const float* scales, int head) {
+  DK_CHECK(scales[head] > 0.0f, "the scale of head %d is %f: wanted a positive one\n", head, scales[head]);
+  return scales[head];
+}
 
 // <cuda/std/type_traits> has such, and takes NVRTC one and a half seconds.
 template <typename T>

@@ -12,6 +12,67 @@ __device__ inline unsigned count_acq_rel_gpu(unsigned* counter, unsigned last) {
   return was;
 }
 
+// The same, and orders nothing.
+__device__ inline unsigned count_relaxed_gpu(unsigned* counter, unsigned last) {
+  unsigned was;
+  asm volatile("atom.relaxed.gpu.inc.u32 %0, [%1], %2;" : "=r"(was) : "l"(counter), "r"(last) : "memory");
+  return was;
+}
+
+// 16 bytes that other devices read or write meanwhile. Each 32-bit word is one access; nothing orders the four.
+__device__ inline void store_relaxed_sys_16(void* p, uint4 value) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+__device__ inline uint4 load_relaxed_sys_16(const void* p) {
+  uint4 value;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(p)
+               : "memory");
+  return value;
+}
+__device__ inline void store_relaxed_sys_8(void* p, unsigned long long value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}
+__device__ inline unsigned long long load_relaxed_sys_8(const void* p) {
+  unsigned long long value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
+  return value;
+}
+__device__ inline void store_relaxed_gpu(unsigned* p, unsigned value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+__device__ inline unsigned load_relaxed_gpu(const unsigned* p) {
+  unsigned value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+
+// All threads of all blocks of the cluster meet; what they wrote before, to any block's shared memory, is seen behind.
+__device__ inline void meet_acq_rel_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// `value` at the place that `p` is in this block's shared memory, but in that of block `block` of the cluster.
+__device__ inline void store_shared_cluster(float* p, unsigned block, float value) {
+#if __CUDA_ARCH__ >= 900
+  const unsigned here = static_cast<unsigned>(__cvta_generic_to_shared(p));
+  unsigned there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+#endif
+}
+
+// Nanoseconds; all devices of a host count them from one moment, but in steps of up to a microsecond.
+__device__ inline unsigned long long time_ns() {
+  unsigned long long now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
+  return now;
+}
+
 // Programmatic edges. Without one both do nothing.
 //
 // Wait until the kernels before this one have ended and their writes are there.

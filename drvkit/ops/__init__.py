@@ -45,6 +45,10 @@ FLOATS = {
     np.dtype(ml_dtypes.bfloat16): "__nv_bfloat16",
 }
 INTS = {np.dtype(np.int32): "int"}
+HALVES = {dtype: FLOATS[dtype] for dtype in (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))}
+# Of keys and values in pools.
+POOLS = HALVES | {np.dtype(ml_dtypes.float8_e4m3fn): "__nv_fp8_e4m3"}
+DIMS, PAGE_SIZES = (64, 128, 256), (8, 16, 32, 64, 128)
 _CTYPES = FLOATS | INTS
 # What others have where they cannot name the dtype.
 _STAND_FOR = {
@@ -134,6 +138,20 @@ def _wanted(label: str, dtypes: Collection[np.dtype[Any]]) -> str:
     return f"{label}: wanted a device array of {' or '.join(dtype.name for dtype in dtypes)}"
 
 
+def whole(label: str, number: Any) -> int:
+    """A count that was given; errors begin with ``label``."""
+    if isinstance(number, bool) or not isinstance(number, int | np.integer):
+        raise TypeError(f"{label}: wanted an integer, got {number!r}")
+    return int(number)
+
+
+def aligned(label: str, seen: View) -> View:
+    """Refuse an address that accesses of 16 bytes cannot have."""
+    if seen.address % 16:
+        raise ValueError(f"{label}: wanted an address aligned to 16 bytes, got {seen.address:#x}")
+    return seen
+
+
 def shaped(label: str, seen: View, shape: tuple[int, ...]) -> None:
     """Refuse any other shape."""
     if seen.shape != shape:
@@ -208,6 +226,7 @@ def launch(
     shared_mem_bytes: int = 0,
     after: After = None,
     name: str | None = None,
+    **attributes: Any,
 ) -> Node | None:
     """Launch ``function`` of ``source``, unless the grid is empty, or add it to a graph."""
     op = function.partition("<")[0]
@@ -217,7 +236,7 @@ def launch(
         where.handle  # noqa: B018 - refuses a closed one
         if grid:
             ready = kernel(where.device, source, function)
-            ready.launch(where, grid=grid, block=block, shared_mem_bytes=shared_mem_bytes, args=args)
+            ready.launch(where, grid=grid, block=block, shared_mem_bytes=shared_mem_bytes, args=args, **attributes)
         return None
     if not hasattr(where, "kernel"):
         raise TypeError(
@@ -225,5 +244,6 @@ def launch(
             "dev.as_stream(stream) makes a Stream of another library's"
         )
     ready = kernel(where.device, source, function)
-    shared: dict[str, Any] = {"shared_mem_bytes": shared_mem_bytes} if shared_mem_bytes else {}
-    return where.kernel(ready, grid=grid, block=block, args=args, after=after, name=name, **shared)
+    if shared_mem_bytes:
+        attributes["shared_mem_bytes"] = shared_mem_bytes
+    return where.kernel(ready, grid=grid, block=block, args=args, after=after, name=name, **attributes)

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from ..memory import View
-from . import FLOATS, Where, apart, array, shaped, span, submit, view
+from . import DIMS, HALVES, PAGE_SIZES, POOLS, Where, apart, array, shaped, span, submit, view, whole
 
 if TYPE_CHECKING:
     from ..graph import After
@@ -26,9 +26,6 @@ __all__ = ["kv_write", "slot_mapping"]
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 FLOAT32, INT32, INT64 = (np.dtype(t) for t in (np.float32, np.int32, np.int64))
-HALVES = {dtype: FLOATS[dtype] for dtype in (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))}
-POOLS = {**HALVES, E4M3: "__nv_fp8_e4m3"}
-DIMS, PAGE_SIZES = (64, 128, 256), (8, 16, 32, 64, 128)
 STYLES = {"neox": 1, "gptj": 2}
 PER_THREAD = 8  # elements
 
@@ -189,7 +186,7 @@ def slot_mapping(
     A place that the table lacks gets -1; the CPU device reports it.
     """
     op = "slot_mapping"
-    if page_size not in PAGE_SIZES:
+    if whole(f"{op}: page_size", page_size) not in PAGE_SIZES:
         raise ValueError(f"{op}: page_size: wanted one of {', '.join(map(str, PAGE_SIZES))}, got {page_size!r}")
     if (positions is None) == (lengths is None):
         raise ValueError(

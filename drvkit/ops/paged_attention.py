@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..device import Device
-from ..memory import Buffer
-from . import Where, array, launch, shaped, span, submit, view
+from ..memory import Buffer, view_of
+from . import DIMS, HALVES, PAGE_SIZES, POOLS, Where, aligned, apart, array, launch, shaped, span, submit, view, whole
 
 if TYPE_CHECKING:
     from ..graph import After
@@ -32,14 +32,6 @@ __all__ = ["DecodePlan", "merge_attention", "paged_attention", "plan_decode"]
 
 TILE = 64  # tokens
 THREADS, WARPS = 128, 4
-CTYPES = {
-    np.dtype(np.float16): "__half",
-    np.dtype(ml_dtypes.bfloat16): "__nv_bfloat16",
-    np.dtype(ml_dtypes.float8_e4m3fn): "__nv_fp8_e4m3",
-}
-HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
-DIMS = (64, 128, 256)
-PAGE_SIZES = (8, 16, 32, 64, 128)
 FLAGS = {"soft_cap": 1, "sinks": 2, "k_scale": 4, "v_scale": 4, "lse": 8}  # see dk/attention.cuh
 # By the bytes of a row of keys: tiles of a turn (for 8 queries), stages of the pipeline, and resident blocks of a
 # multiprocessor.
@@ -68,10 +60,15 @@ class AttentionPlan:
         self.device = device
         self.dtype = np.dtype(dtype)
         self.kv_dtype = self.dtype if kv_dtype is None else np.dtype(kv_dtype)
+        what = type(self).__name__
+        given = {"q_heads": q_heads, "kv_heads": kv_heads, "dim": dim, "page_size": page_size}
+        for name, number in {**given, "table_width": table_width, **counts}.items():
+            whole(f"{what}: {name}", number)
+        if window is not None:
+            whole(f"{what}: window", window)
         self.q_heads, self.kv_heads, self.dim = q_heads, kv_heads, dim
         self.page_size, self.table_width, self.window = page_size, table_width, window
         self._memory: list[Buffer] = []
-        what = type(self).__name__
         if self.dtype not in HALVES:
             raise TypeError(f"{what}: dtype: wanted float16 or bfloat16, got {self.dtype}")
         if self.kv_dtype not in (self.dtype, np.dtype(ml_dtypes.float8_e4m3fn)):
@@ -89,6 +86,7 @@ class AttentionPlan:
         self.capacity = page_size * table_width  # tokens of a request
         if self.capacity >= 2**30:
             raise ValueError(f"{what}: table_width: {table_width} pages are {self.capacity} tokens: 2**30 or more")
+        self.reach = -1 if window is None else min(window, self.capacity)  # as kernels take the window
 
     @property
     def group(self) -> int:
@@ -116,7 +114,9 @@ class AttentionPlan:
 
 
 class DecodePlan(AttentionPlan):
-    """How the work of a step is divided, and the room for that. One plan may serve all layers of a step, and any step.
+    """How the work of a step is divided, and the room for that. One plan may serve all layers of a step, and any step,
+    one after the other: what launches bring together lies in the plan, so two that are in flight at once, by streams,
+    graphs or branches of a graph, disturb each other.
 
     Args:
         device: where.
@@ -166,7 +166,7 @@ class DecodePlan(AttentionPlan):
         )
         if self.group > 64:
             raise ValueError(f"{what}: q_heads: wanted at most 64 for each of {kv_heads} KV heads, got {q_heads!r}")
-        if not 1 <= q_len <= 4:
+        if not 1 <= whole(f"{what}: q_len", q_len) <= 4:
             raise ValueError(f"{what}: q_len: wanted 1 to 4, got {q_len!r}")
         self.requests, self.q_len, self.batch_invariant = requests, q_len, batch_invariant
 
@@ -206,10 +206,10 @@ def plan_decode(
     A length beyond the block table is cut to it; the CPU device reports it.
     """
     shaped("plan_decode: lengths", array("plan_decode: lengths", lengths, [np.dtype(np.int32)]), (plan.requests,))
-    window = -1 if plan.window is None else plan.window
+    is_a(DecodePlan, "plan_decode", plan)
     sets, teams = plan.heads // plan.abreast, plan.blocks // plan.abreast
     args = (
-        *(lengths, plan.schedule, plan.requests, plan.capacity, sets, plan.q_len, window, plan.unit_tiles),
+        *(lengths, plan.schedule, plan.requests, plan.capacity, sets, plan.q_len, plan.reach, plan.unit_tiles),
         *(int(plan.batch_invariant), teams),
     )
     return launch(where, "paged_attention", "plan_paged_attention", 1, 1024, args, after=after, name=name)
@@ -246,29 +246,32 @@ def paged_attention(
         scale: of the logits; 1 / sqrt(dim) by default.
         soft_cap: ``x`` becomes ``soft_cap * tanh(x / soft_cap)``.
         sinks: float32 [q_heads]: exp(sink) is added to the sum below.
-        k_scale, v_scale: float32 [kv_heads], both or none: multiply keys and values.
+        k_scale, v_scale: float32 [kv_heads], positive, both or none: multiply keys and values.
 
-    With a programmatic edge from the node before, tokens before the queries' own are read before that node has ended:
-    it may write queries and the step's new tokens, and nothing else that this reads.
+    ``out`` may be ``q``, and overlaps nothing else. With a programmatic edge from the node before, tokens before the
+    queries' own are read before that node has ended: it may write queries and the step's new tokens, and nothing else
+    that this reads.
     """
     op = "paged_attention"
+    is_a(DecodePlan, op, plan)
     shape = (plan.requests, plan.q_len, plan.q_heads, plan.dim)
-    q, q_stride = queries(f"{op}: q", plan, q, shape)
-    result(f"{op}: out", plan, out, shape)
+    q_pointer, q_stride = queries(f"{op}: q", plan, q, shape)
     pointers, geometry = pools(op, plan, k, v, layout)
     table = array(f"{op}: block_table", block_table, [np.dtype(np.int32)])
     shaped(f"{op}: block_table", table, (plan.requests, plan.table_width))
     given = {"lse": lse, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
+    read = {"q": q, "k": k, "v": v, "block_table": block_table, "the plan": plan.schedule, "its parts": plan.partials}
+    results(op, plan, out, shape, given, read)
     flags, factors = options(op, plan, shape[:3], given, scale, soft_cap)
     nothing = plan.partials  # for a parameter that this instance does not read
     args = (
-        *(q, *pointers, block_table, plan.schedule, plan.partials, plan.arrivals, out),
+        *(q_pointer, *pointers, block_table, plan.schedule, plan.partials, plan.arrivals, out),
         *(nothing if each is None else each for each in given.values()),
         *(*geometry, plan.table_width, plan.kv_heads),
         *(plan.group, plan.parts, plan.abreast, plan.q_len, q_stride),
-        *(-1 if plan.window is None else plan.window, *factors),
+        *(plan.reach, *factors),
     )
-    types = f"{CTYPES[plan.dtype]},{CTYPES[plan.kv_dtype]}"
+    types = f"{POOLS[plan.dtype]},{POOLS[plan.kv_dtype]}"
     sizes = f"{plan.dim},{plan.page_size},{plan.rows},{flags},{plan.tiles},{plan.stages},{plan.resident}"
     return launch(
         *(where, op, f"{op}<{types},{sizes}>", plan.blocks, THREADS, args),
@@ -291,13 +294,23 @@ def merge_attention(
     seen = array(f"{op}: outs", outs, HALVES)
     if len(seen.shape) != 3 or seen.shape[2] % 8:
         raise ValueError(f"{op}: outs: wanted shape (parts, rows, a multiple of 8), got {seen.shape}")
+    aligned(f"{op}: outs", seen)
     parts, rows, dim = seen.shape
     floats = [np.dtype(np.float32)]
-    shaped(f"{op}: lses", array(f"{op}: lses", lses, floats), (parts, rows))
-    shaped(f"{op}: out", array(f"{op}: out", out, [seen.dtype]), (rows, dim))
-    shaped(f"{op}: lse", array(f"{op}: lse", lse, floats), (rows,))
+    logs, merged, log = (
+        array(f"{op}: lses", lses, floats),
+        array(f"{op}: out", out, [seen.dtype]),
+        array(f"{op}: lse", lse, floats),
+    )
+    shaped(f"{op}: lses", logs, (parts, rows))
+    shaped(f"{op}: out", aligned(f"{op}: out", merged), (rows, dim))
+    shaped(f"{op}: lse", log, (rows,))
+    for role, written in (("out", merged), ("lse", log)):
+        for other, each in (("outs", seen), ("lses", logs)):
+            apart(f"{op}: {role}", written, other, each)
+    apart(f"{op}: lse", log, "out", merged)
     args = (outs, lses, out, lse, parts, rows, dim)
-    function = f"{op}<{CTYPES[seen.dtype]}>"
+    function = f"{op}<{POOLS[seen.dtype]}>"
     return submit(where, "paged_attention", function, rows * 32, args, after, name)
 
 
@@ -320,11 +333,15 @@ def options(
     if (given["k_scale"] is None) != (given["v_scale"] is None):
         missing = "k_scale" if given["k_scale"] is None else "v_scale"
         raise ValueError(f"{op}: {missing} is missing: wanted both or none")
-    if scale is not None and not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"{op}: scale: wanted a positive number, got {scale!r}")
+    for name, number in (("scale", scale), ("soft_cap", soft_cap)):
+        if number is None:
+            continue
+        if isinstance(number, bool) or not isinstance(number, int | float | np.integer | np.floating):
+            raise TypeError(f"{op}: {name}: wanted None or a number, got {number!r}")
+        with np.errstate(all="ignore"):
+            if not 0 < np.float32(number) < np.inf:
+                raise ValueError(f"{op}: {name}: wanted None or a positive number of float32, got {number!r}")
     if soft_cap is not None:
-        if not (math.isfinite(soft_cap) and soft_cap > 0):
-            raise ValueError(f"{op}: soft_cap: wanted None or a positive number, got {soft_cap!r}")
         flags |= FLAGS["soft_cap"]
     return flags, (1 / math.sqrt(plan.dim) if scale is None else scale, 0.0 if soft_cap is None else soft_cap)
 
@@ -344,20 +361,37 @@ def queries(label: str, plan: AttentionPlan, q: Any, shape: tuple[int, ...]) -> 
             count *= extent
     if seen.strides[-1] != item or (heads > 1 and seen.strides[-2] != dim * item):
         raise ValueError(f"{label}: wanted contiguous tokens, got strides {seen.strides} of shape {shape}")
-    if seen.address % 16 or stride % 16 or not 0 <= stride // item < 2**31:
+    if seen.address % 16 or stride % 16 or not 0 < stride // item < 2**24:
         raise ValueError(
-            f"{label}: wanted an address and a distance of tokens that are multiples of 16 bytes, got "
-            f"{seen.address:#x} and {stride}"
+            f"{label}: wanted an address and a distance of tokens that are multiples of 16 bytes, the distance below "
+            f"2**24 elements, got {seen.address:#x} and {stride} bytes"
         )
     return span(q, seen), stride // item
 
 
-def result(label: str, plan: AttentionPlan, out: Any, shape: tuple[int, ...]) -> None:
-    """Refuse what an attention cannot be written to."""
-    seen = array(label, out, [plan.dtype])
-    shaped(label, seen, shape)
-    if seen.address % 16:
-        raise ValueError(f"{label}: wanted an address aligned to 16 bytes, got {seen.address:#x}")
+def results(
+    op: str, plan: AttentionPlan, out: Any, shape: tuple[int, ...], given: Mapping[str, Any], read: Mapping[str, Any]
+) -> None:
+    """Refuse what an attention cannot be written to: ``out`` of ``shape``, and lse if it is given, apart from what is
+    read. ``out`` may be where the queries are."""
+    written = {"out": aligned(f"{op}: out", array(f"{op}: out", out, [plan.dtype]))}
+    shaped(f"{op}: out", written["out"], shape)
+    if given["lse"] is not None:
+        written["lse"] = array(f"{op}: lse", given["lse"], [np.dtype(np.float32)])
+        apart(f"{op}: lse", written["lse"], "out", written["out"])
+    others = {**read, **{role: each for role, each in given.items() if each is not None and role != "lse"}}
+    for role, result in written.items():
+        for other, operand in others.items():
+            seen = view_of(operand)
+            assert seen is not None
+            if role == "out" and other == "q" and (seen.address, seen.strides) == (result.address, result.strides):
+                continue
+            apart(f"{op}: {role}", result, other, seen)
+
+
+def is_a(kind: type[AttentionPlan], op: str, plan: Any) -> None:
+    if not isinstance(plan, kind):
+        raise TypeError(f"{op}: plan: wanted a {kind.__name__}, got {type(plan).__name__}")
 
 
 def pools(
@@ -367,7 +401,7 @@ def pools(
     head to head and token to token, which they share; and their pages. `TypeError` or `ValueError` names the one that
     does not fit."""
     shapes = {"HND": (plan.kv_heads, plan.page_size, plan.dim), "NHD": (plan.page_size, plan.kv_heads, plan.dim)}
-    if layout not in shapes:
+    if layout not in tuple(shapes):
         raise ValueError(f"{op}: layout: wanted HND or NHD, got {layout!r}")
     wanted, item = shapes[layout], plan.kv_dtype.itemsize
     keys, values = (view(f"{op}: {role}", pool, [plan.kv_dtype]) for role, pool in (("k", k), ("v", v)))
@@ -380,6 +414,9 @@ def pools(
                 f"{op}: {role}: wanted contiguous rows of {plan.dim} elements aligned to 16 bytes, got strides "
                 f"{seen.strides} at {seen.address:#x}"
             )
+        reach = sum(stride * (extent - 1) for stride, extent in zip(seen.strides[1:], seen.shape[1:], strict=True))
+        if min(seen.strides) < 0 or reach >= 2**31:
+            raise ValueError(f"{op}: {role}: wanted strides of pages within 2**31 bytes, got {seen.strides}")
     if keys.strides != values.strides or keys.shape != values.shape:
         raise ValueError(f"{op}: v has shape {values.shape}, strides {values.strides}; k {keys.shape}, {keys.strides}")
     page, first, second = (stride // item for stride in keys.strides[:3])

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..device import Device
-from . import Where, array, launch, shaped
-from .paged_attention import CTYPES, THREADS, AttentionPlan, options, pools, queries, result
+from . import POOLS, Where, array, launch, shaped
+from .paged_attention import THREADS, AttentionPlan, is_a, options, pools, queries, results
 
 if TYPE_CHECKING:
     from ..graph import After
@@ -114,9 +114,9 @@ def plan_prefill(
     op, ints = "plan_prefill", [np.dtype(np.int32)]
     shaped(f"{op}: q_starts", array(f"{op}: q_starts", q_starts, ints), (plan.max_requests + 1,))
     shaped(f"{op}: lengths", array(f"{op}: lengths", lengths, ints), (plan.max_requests,))
-    window = -1 if plan.window is None else plan.window
+    is_a(PrefillPlan, op, plan)
     args = (
-        *(q_starts, lengths, plan.schedule, plan.max_requests, plan.max_tokens, plan.capacity, window),
+        *(q_starts, lengths, plan.schedule, plan.max_requests, plan.max_tokens, plan.capacity, plan.reach),
         *(plan.rows, plan.tiles),
     )
     return launch(where, "prefill_attention", "plan_prefill_attention", 1, 1024, args, after=after, name=name)
@@ -154,27 +154,30 @@ def prefill_attention(
         scale: of the logits; 1 / sqrt(dim) by default.
         soft_cap: ``x`` becomes ``soft_cap * tanh(x / soft_cap)``.
         sinks: float32 [q_heads]: exp(sink) is added to the sum below.
-        k_scale, v_scale: float32 [kv_heads], both or none: multiply keys and values.
+        k_scale, v_scale: float32 [kv_heads], positive, both or none: multiply keys and values.
 
-    The bits of a row depend on its query and the tokens up to its own, not on how a prompt is cut into chunks nor on
-    the other requests.
+    ``out`` may be ``q``, and overlaps nothing else. The bits of a row depend on its query and the tokens up to its own,
+    not on how a prompt is cut into chunks nor on the other requests.
     """
     op = "prefill_attention"
+    is_a(PrefillPlan, op, plan)
     shape = (plan.max_tokens, plan.q_heads, plan.dim)
-    q, q_stride = queries(f"{op}: q", plan, q, shape)
-    result(f"{op}: out", plan, out, shape)
+    q_pointer, q_stride = queries(f"{op}: q", plan, q, shape)
     pointers, geometry = pools(op, plan, k, v, layout)
     table = array(f"{op}: block_table", block_table, [np.dtype(np.int32)])
     shaped(f"{op}: block_table", table, (plan.max_requests, plan.table_width))
     given = {"lse": lse, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
+    results(
+        op, plan, out, shape, given, {"q": q, "k": k, "v": v, "block_table": block_table, "the plan": plan.schedule}
+    )
     flags, factors = options(op, plan, shape[:2], given, scale, soft_cap)
     args = (
-        *(q, *pointers, block_table, plan.schedule, out),
+        *(q_pointer, *pointers, block_table, plan.schedule, out),
         *(plan.nothing if each is None else each for each in given.values()),
         *(*geometry, plan.table_width, q_stride),
-        *(-1 if plan.window is None else plan.window, *factors),
+        *(plan.reach, *factors),
     )
-    types = f"{CTYPES[plan.dtype]},{CTYPES[plan.kv_dtype]}"
+    types = f"{POOLS[plan.dtype]},{POOLS[plan.kv_dtype]}"
     return launch(
         *(where, op, f"{op}<{types},{plan.dim},{plan.page_size},{flags}>"),
         *((plan.group, plan.kv_heads, plan.tiles), THREADS, args),

@@ -17,7 +17,9 @@ from drvkit.device import Device, Stream
 from drvkit.driver import DriverError
 from drvkit.graph import Graph
 from drvkit.memory import Buffer
+from drvkit.ops.kv_write import kv_write
 from drvkit.ops.paged_attention import DecodePlan, merge_attention, paged_attention, plan_decode
+from drvkit.ops.prefill_attention import PrefillPlan
 from drvkit.ref import paged_attention as ref
 from drvkit.source import Source
 
@@ -203,6 +205,7 @@ def test_merging_parts_is_attention_to_all(rng: np.random.Generator) -> None:
 
 # ---- the checks ----------------------------------------------------------------------------------------------------
 
+SHAPE = ("q_heads", "kv_heads", "dim", "page_size", "table_width")
 PLAN: dict[str, Any] = {"requests": 2, "q_heads": 8, "kv_heads": 2, "dim": 128, "page_size": 16, "table_width": 4}
 
 
@@ -218,6 +221,10 @@ PLAN: dict[str, Any] = {"requests": 2, "q_heads": 8, "kv_heads": 2, "dim": 128, 
         ({"q_len": 5}, ValueError, "q_len: wanted 1 to 4, got 5"),
         ({"requests": 0}, ValueError, "requests: wanted at least 1, got 0"),
         ({"window": -1}, ValueError, "window: wanted None or at least 0, got -1"),
+        ({"window": 2.5}, TypeError, "window: wanted an integer, got 2.5"),
+        ({"page_size": 16.0}, TypeError, "page_size: wanted an integer, got 16.0"),
+        ({"requests": "3"}, TypeError, "requests: wanted an integer, got '3'"),
+        ({"q_len": True}, TypeError, "q_len: wanted an integer, got True"),
         ({"requests": 2**20, "table_width": 2**20}, ValueError, r"fewer than 2\*\*31 can be planned"),
     ],
     ids=str,
@@ -279,13 +286,59 @@ def test_operands_that_do_not_fit_are_refused(
             paged_attention(graph, plan, **given_right | {"q": row[:, :, :8, :128]})
         with pytest.raises(ValueError, match=r"^paged_attention: out: wanted .*contiguous"):
             paged_attention(graph, plan, **given_right | {"out": row[:, :, :8, :128]})
-        with pytest.raises(ValueError, match="soft_cap: wanted None or a positive number, got 0"):
+        with pytest.raises(TypeError, match=r"^paged_attention: scale: wanted None or a number, got 'a'"):
+            paged_attention(graph, plan, **given_right, scale="a")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"^paged_attention: scale: wanted None or a positive number of float32"):
+            paged_attention(graph, plan, **given_right, scale=1e-60)
+        with pytest.raises(ValueError, match="soft_cap: wanted None or a positive number of float32, got 0"):
             paged_attention(graph, plan, **operands(device), soft_cap=0)
         with pytest.raises(ValueError, match="layout: wanted HND or NHD, got 'DNH'"):
             paged_attention(graph, plan, **operands(device), layout="DNH")
         with pytest.raises(ValueError, match=r"plan_decode: lengths: wanted shape \(2,\), got \(3,\)"):
             plan_decode(graph, plan, device.zeros(3, np.int32))
+        with (
+            PrefillPlan(device, max_tokens=2, max_requests=2, **{name: PLAN[name] for name in SHAPE}) as other,
+            pytest.raises(TypeError, match=r"^paged_attention: plan: wanted a DecodePlan, got PrefillPlan"),
+        ):
+            paged_attention(graph, other, **given_right)  # type: ignore[arg-type]
     assert not graph.nodes
+
+
+def test_tokens_of_queries_lie_at_one_distance(device: Device, graph: Graph) -> None:
+    given = operands(device)
+    q, out = device.zeros((2, 3, 8, 128), bf16), device.zeros((2, 2, 8, 128), bf16)
+    with DecodePlan(device, **PLAN) as one, DecodePlan(device, **PLAN, q_len=2) as two:
+        assert paged_attention(graph, one, **given | {"q": q[:, 1:2]})
+        with pytest.raises(ValueError, match=r"^paged_attention: q: wanted tokens at one distance, got strides"):
+            paged_attention(graph, two, **given | {"q": q[:, :2], "out": out})
+
+
+def test_results_overlap_nothing_but_the_queries(device: Device, graph: Graph) -> None:
+    given = operands(device)
+    both = device.zeros((3, 1, 8, 128), bf16)
+    floats = device.zeros(16, np.float32)
+    with DecodePlan(device, **PLAN) as plan:
+        assert paged_attention(graph, plan, **given | {"q": both[:2], "out": both[:2]})
+        wrong: dict[str, dict[str, Any]] = {
+            r"out .* overlaps q": {"q": both[1:], "out": both[:2]},
+            "out .* overlaps k": {"out": given["k"].reshape(-1)[: 2 * 8 * 128].reshape(2, 1, 8, 128)},
+            "out .* overlaps its parts": {"out": plan.partials.view(bf16)[: 2 * 8 * 128].reshape(2, 1, 8, 128)},
+            "lse .* overlaps out": {"lse": given["out"].view(np.float32).reshape(-1)[:16].reshape(2, 1, 8)},
+            "lse .* overlaps sinks": {"lse": floats.reshape(2, 1, 8), "sinks": floats[:8]},
+        }
+        for message, changes in wrong.items():
+            with pytest.raises(ValueError, match=f"^paged_attention: {message}"):
+                paged_attention(graph, plan, **given | changes)
+    outs, lses = device.zeros((2, 4, 64), bf16), device.zeros((2, 4), np.float32)
+    arrays: dict[str, Any] = {"outs": outs, "lses": lses}
+    arrays |= {"out": device.zeros((4, 64), bf16), "lse": device.zeros(4, np.float32)}
+    for message, changes in {
+        "out .* overlaps outs": {"out": outs[0]},
+        "lse .* overlaps lses": {"lse": lses[1]},
+        "outs: wanted an address aligned to 16": {"outs": device.zeros(2 * 4 * 64 + 1, bf16)[1:].reshape(2, 4, 64)},
+    }.items():
+        with pytest.raises(ValueError, match=f"^merge_attention: {message}"):
+            merge_attention(graph, **arrays | changes)
 
 
 OUTSIDE: dict[str, tuple[int, int, str]] = {
@@ -523,6 +576,90 @@ def test_a_batch_invariant_row_does_not_see_its_neighbours(
     for row in range(3):
         for part in range(2):
             assert_equal_bits(alone[row][part], together[part][row])
+
+
+def test_a_long_request_is_merged_of_more_parts_than_a_warp_has_lanes(
+    device: Device, stream: Stream, rng: np.random.Generator
+) -> None:
+    step = Step([64 * 40], rng, kv_heads=1)
+    with step.plan(device) as plan:
+        assert plan.blocks >= 40
+        step.check(step.run(stream, plan))
+
+
+def test_a_large_logit_after_many_small_ones_and_before(
+    device: Device, stream: Stream, rng: np.random.Generator
+) -> None:
+    """The maximum a sum is taken by grows in small steps, in large ones, and not at all; halves have no more room."""
+    step = Step([700], rng, **FEW["NHD, pages of 64, dim 64"])
+    aim = step.q[0, 0, :: step.group].astype(np.float32)  # of each KV head's first query
+    for token, logit in ((20, 3), (100, 8), (200, 14), (300, 29), (301, 30), (500, 20)):
+        page, place = step.table[0, token // 64], token % 64
+        step.k[page, place] = (aim * (logit * 8 / np.sum(aim**2, axis=-1, keepdims=True))).astype(f16)
+    with step.plan(device) as plan:
+        step.check(step.run(stream, plan))
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 2**40])
+def test_a_window_of_any_size_is_none_for_short_requests(
+    device: Device, stream: Stream, rng: np.random.Generator, window: int
+) -> None:
+    step = Step([1, 2, 5], rng, **FEW["16 rows"])
+    step.lengths = [3, 4, 5]
+    step = Step(step.lengths, rng, **FEW["16 rows"], window=window)
+    with step.plan(device) as plan:
+        step.check(step.run(stream, plan))
+
+
+def test_a_kernel_before_may_write_the_newest_token_and_the_queries(
+    device: Device, stream: Stream, rng: np.random.Generator
+) -> None:
+    """By a programmatic edge: older tokens are read before it has ended, and these not."""
+    step = Step([130, 7, 64], rng)
+    pool = {name: getattr(step, name) for name in ("k", "v")}
+    newest: dict[str, Any] = {}
+    slots = np.zeros(3, np.int64)
+    poisoned = {name: each.copy() for name, each in pool.items()}
+    for name, each in pool.items():
+        rows = []
+        for request, length in enumerate(step.lengths):
+            page, place = step.table[request, (length - 1) // 16], (length - 1) % 16
+            slots[request] = page * 16 + place
+            rows.append(each[page, :, place].copy())
+            poisoned[name][page, :, place] = np.nan
+        newest[name] = np.array(rows)
+    with step.plan(device) as plan, Graph(device, "step") as graph:
+        of = {name: device.array(each) for name, each in poisoned.items()}
+        new = {name: device.array(each) for name, each in newest.items()}
+        q, out = device.array(step.q), device.zeros(step.q.shape, bf16)
+        lse = device.zeros(step.q.shape[:3], np.float32)
+        table, lengths = device.array(step.table), device.array(np.array(step.lengths, np.int32))
+        planned = plan_decode(graph, plan, lengths)
+        written = kv_write(graph, new["k"], new["v"], of["k"], of["v"], device.array(slots), after=planned)
+        assert written is not None
+        paged_attention(graph, plan, q, of["k"], of["v"], table, out, lse=lse, after=written.port("programmatic"))
+        with graph.instantiate() as exe:
+            for _ in range(3):
+                for name, each in poisoned.items():
+                    of[name].copy_from(each)
+                exe.launch(stream)
+                stream.synchronize()
+                step.check((out.numpy(), lse.numpy()))
+
+
+def test_the_cpu_device_reports_a_scale_that_is_not_positive(
+    rng: np.random.Generator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    victim = Device("cpu:5")
+    step = Step([20, 33], rng, **FEW["e4m3 with everything"])
+    step.optional["k_scale"][1] = 0
+    with step.plan(victim) as plan, victim.stream() as stream:
+        try:
+            with pytest.raises(DriverError, match="LAUNCH_FAILED"):
+                step.run(stream, plan)
+        finally:
+            victim.driver.cuDevicePrimaryCtxReset(victim.handle)
+    assert "the scale of head 1 is 0.000000: wanted a positive one" in capsys.readouterr().out
 
 
 def test_operands_may_be_parts_of_larger_arrays(device: Device, stream: Stream, rng: np.random.Generator) -> None:

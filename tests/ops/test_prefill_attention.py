@@ -22,6 +22,7 @@ from drvkit import ops
 from drvkit.device import Device, Stream
 from drvkit.driver import DriverError
 from drvkit.graph import Graph
+from drvkit.ops import paged_attention as decode_ops
 from drvkit.ops.prefill_attention import PrefillPlan, plan_prefill, prefill_attention
 from drvkit.ref import paged_attention as decode
 from drvkit.ref import prefill_attention as ref
@@ -325,6 +326,24 @@ def operands(device: Device, rng: np.random.Generator) -> Iterator[Operands]:
         yield operands
 
 
+def test_results_overlap_nothing_but_the_queries(operands: Operands, stream: Stream) -> None:
+    of, q = operands.of, operands.of["q"]
+    given = (of["k"], of["v"], of["table"])
+    with stream.device.zeros((80, *q.shape[1:]), q.dtype) as both:
+        with pytest.raises(ValueError, match=r"^prefill_attention: out .* overlaps q"):
+            prefill_attention(stream, operands.plan, both[:40], *given, both[8:48])
+        lse = both.view(np.float32).reshape(-1)[: of["lse"].size].reshape(of["lse"].shape)
+        with pytest.raises(ValueError, match=r"^prefill_attention: lse .* overlaps out"):
+            prefill_attention(stream, operands.plan, q, *given, both[:40], lse=lse)
+    with (
+        decode_ops.DecodePlan(
+            stream.device, requests=2, q_heads=4, kv_heads=2, dim=64, page_size=16, table_width=4
+        ) as other,
+        pytest.raises(TypeError, match=r"^prefill_attention: plan: wanted a PrefillPlan, got DecodePlan"),
+    ):
+        prefill_attention(stream, other, q, *given, of["out"])  # type: ignore[arg-type]
+
+
 WRONG_OPERANDS: dict[str, tuple[str, Any, str]] = {
     "q": ("q", lambda x: x[:39], r"q: wanted shape \(40, 4, 64\), got \(39, 4, 64\)"),
     "out": ("out", lambda x: x[1:], r"out: wanted shape \(40, 4, 64\)"),
@@ -354,7 +373,7 @@ def test_numbers_and_pairs_that_do_not_fit_are_named(device: Device, stream: Str
     with pytest.raises(ValueError, match="layout: wanted HND or NHD, got 'DHN'"):
         prefill_attention(stream, *arrays, layout="DHN")
     for scale in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="scale: wanted a positive number"):
+        with pytest.raises(ValueError, match="scale: wanted None or a positive number"):
             prefill_attention(stream, *arrays, scale=scale)
         with pytest.raises(ValueError, match="soft_cap: wanted None or a positive number"):
             prefill_attention(stream, *arrays, soft_cap=scale)
