@@ -16,6 +16,7 @@ from .node import Node, Port, WaitValue, WriteValue
 from .replay import Exec
 from .signature import ArgumentError
 from .source import Source
+from .symmetric import SymmetricMemory
 from .world import World, WorldError
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "ProgrammaticEvent",
     "Source",
     "Stream",
+    "SymmetricMemory",
     "WaitValue",
     "World",
     "WorldError",

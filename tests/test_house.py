@@ -35,6 +35,7 @@ ORDER = (
         "buckets",
         "world",
         "rendezvous",
+        "symmetric",
         "ops",
         "ref",
         "cpu",

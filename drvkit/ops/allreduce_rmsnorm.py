@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..device import Device
-from ..ref.allreduce_rmsnorm import ABSENT
 from ..symmetric import SymmetricMemory
 from ..world import World, WorldError
 from . import FLOATS, Where, array, kernel, launch, shaped
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["AllReduce", "allreduce_rmsnorm"]
 
 GENERATIONS = 3
+ABSENT = 0x80008000  # a word of an empty mailbox
 # Threads of a block, where the row has as many parts of 16 bytes: few blocks want many neighbours, many want few.
 THREADS, MANY_TOKENS, THREADS_OF_MANY = 256, 64, 1024
 MOST_BLOCKS, MOST_THREADS = 8, 1024  # of a cluster, which has one row; of a block

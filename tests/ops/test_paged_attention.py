@@ -685,6 +685,8 @@ def test_operands_may_be_parts_of_larger_arrays(device: Device, stream: Stream, 
 
 @pytest.mark.parametrize("dtype", [bf16, f16])
 def test_merge_attention(device: Device, stream: Stream, rng: np.random.Generator, dtype: Any) -> None:
+    if device.driver.kind == "cpu" and dtype is f16:
+        pytest.skip("an instance takes seconds to compile for the CPU device: a few stand for all there")
     outs = rng.normal(size=(3, 50, 72)).astype(np.float32).astype(dtype)
     lses = rng.normal(size=(3, 50)).astype(np.float32) * 10
     lses[rng.random((3, 50)) < 0.4] = -np.inf
