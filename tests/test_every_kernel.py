@@ -38,9 +38,9 @@ INSTANCES: dict[str, list[str]] = {
     "paged_attention": [
         *instances(
             "paged_attention",
-            *("__nv_bfloat16,__nv_bfloat16,128,16,8,0,1,2,2", "__nv_bfloat16,__nv_fp8_e4m3,128,16,8,15,2,3,2"),
+            *("__nv_bfloat16,__nv_bfloat16,128,16,8,0,1,2,2", "__nv_bfloat16,__nv_bfloat16,256,128,8,0,1,3,1"),
+            *("__nv_bfloat16,__nv_fp8_e4m3,128,16,8,15,2,3,2", "__half,__nv_fp8_e4m3,128,32,16,15,1,3,2"),
             *("__half,__half,64,64,16,15,1,3,2", "__half,__nv_fp8_e4m3,256,8,8,15,1,2,2"),
-            *("__nv_bfloat16,__nv_bfloat16,256,128,8,0,1,3,1", "__half,__nv_fp8_e4m3,128,32,16,15,1,3,2"),
         ),
         *instances("merge_attention", *HALVES),
     ],
@@ -74,7 +74,10 @@ def test_every_kernel_has_its_instances_listed(stem: str) -> None:
 @pytest.mark.parametrize("arch", CUBINS)
 @pytest.mark.parametrize("stem", INSTANCES)
 def test_a_cubin_is_made_without_warnings_or_spills(stem: str, arch: str) -> None:
-    image = build(Source.find(stem), INSTANCES[stem], arch=arch)
+    names = INSTANCES[stem]
+    if "attention" in stem and arch != "sm_90a":  # each takes seconds: every second one, and of every kernel one
+        names = names[::2]
+    image = build(Source.find(stem), names, arch=arch)
     assert not image.log
     frames = stack_frames(image)
     assert {name: frames[symbol] for name, symbol in image.lowered.items() if frames[symbol]} == {}

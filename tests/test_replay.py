@@ -956,12 +956,12 @@ def test_building_and_instantiating_grow_with_the_number_of_nodes(
                 run(exe, stream)
         return (built - start) / nodes, (end - built) / nodes
 
-    costs = {nodes: [cost(nodes) for _ in range(repeats)] for nodes, repeats in ((100, 10), (1000, 5), (10_000, 3))}
+    costs = {nodes: [cost(nodes) for _ in range(repeats)] for nodes, repeats in ((100, 10), (1000, 5), (10_000, 2))}
     best = {nodes: np.min(seen, axis=0) for nodes, seen in costs.items()}
     factor = 3 if device.driver.kind == "cuda" else 6  # the CPU device's nodes are the garbage collector's work too
     assert (best[10_000] <= factor * best[1000]).all(), best
     assert (best[1000] <= factor * best[100]).all(), best
-    assert count.numpy().tolist() == [10 * 100 + 5 * 1000 + 3 * 10_000]
+    assert count.numpy().tolist() == [10 * 100 + 5 * 1000 + 2 * 10_000]
 
 
 def test_a_launch_into_a_capture_is_refused_by_name(

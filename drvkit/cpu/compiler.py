@@ -106,17 +106,17 @@ class Runtime:
 @cache
 def runtime() -> Runtime:
     """The runtime, which kernels can call from now on."""
-    from .runtime import runtime_ir
-
     with lock:
-        ir, names = runtime_ir()
-        key = digest("runtime", ir)
+        key = digest("runtime")
         entry = DEFAULT_CACHE.load(key)
         if entry is None:
+            from .runtime import runtime_ir
+
+            ir, names = runtime_ir()
             code = machine_code(ir)
-            DEFAULT_CACHE.store(key, {}, code)
+            DEFAULT_CACHE.store(key, {"names": names}, code)
         else:
-            code = entry[1]
+            names, code = entry[0]["names"], entry[1]
         addresses = link(code, *names)
         for name, address in zip(names, addresses, strict=True):
             _host().llvm.add_symbol(name, address)
