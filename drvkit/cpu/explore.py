@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -210,10 +211,14 @@ def explore(
 
     None as a seed: in no particular schedule. A run that takes longer than ``timeout_s`` is ended, and has failed.
     """
-    from . import compiler, driver  # what every run needs: imported once, before the processes part
+    # What every run needs, and what most scripts import: once, before the processes part.
+    for name in (".driver", ".launch", "..build", "..module", "..graph", "numpy.ma", "numpy.random", "numpy.testing"):
+        import_module(name, __package__)
+    from ..driver import open_nvrtc
+    from . import compiler
 
+    open_nvrtc()
     compiler.runtime()
-    del driver
     waiting = list(reversed(seeds))
     running: dict[int, tuple[int | None, int, float]] = {}  # pid -> seed, file, start
     try:
