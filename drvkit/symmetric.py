@@ -48,17 +48,14 @@ class SymmetricMemory(Owned):
         _differ(world)
         world.agree("bytes of symmetric memory", nbytes)
         with ExitStack() as undo:
-            self.stride = max(
-                _outcome(world, lambda: [_rounded(nbytes, device) for device in world.devices]),
-            )
+            self.stride = max(_outcome(world, lambda: [_rounded(nbytes, device) for device in world.devices]))
             handles = _outcome(world, lambda: self._create(undo), told=False)
             with ExitStack() as descriptors:
                 every = self._exchange(handles, descriptors)
-                self.base = _outcome(world, lambda: self._map(every, handles, undo), told=False)
-            # What is mapped stays without its handles.
-            release, driver, devices = undo.pop_all(), world.devices[0].driver, list(dict.fromkeys(world.devices))
+                self.base = _outcome(world, lambda: self._map(every, undo), told=False)
+            release, devices = undo.pop_all(), list(dict.fromkeys(world.devices))
             release.callback(_settle, devices)
-            self._own(self.base, release.close, f"of {world.size} x {nbytes} bytes", owner=driver)
+            self._own(self.base, release.close, f"of {world.size} x {nbytes} bytes")
         for rank in world.ranks:
             self.part(rank, nbytes, np.uint8).fill_bytes(0)
         for device in devices:
@@ -136,7 +133,7 @@ class SymmetricMemory(Owned):
         every: list[Any] = _outcome(world, imported, told=False)
         return every
 
-    def _map(self, every: list[Any], own: list[Any], undo: ExitStack) -> int:
+    def _map(self, every: list[Any], undo: ExitStack) -> int:
         """Map each rank's part behind the one before, for all local devices."""
         devices = list(dict.fromkeys(self.world.devices))
         driver, total = devices[0].driver, self.world.size * self.stride

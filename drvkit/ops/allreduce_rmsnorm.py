@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike
 from ..device import Device
 from ..symmetric import SymmetricMemory
 from ..world import World, WorldError
-from . import FLOATS, Where, array, kernel, launch, shaped
+from . import FLOATS, Where, aligned, apart, array, kernel, launch, shaped, whole
 
 if TYPE_CHECKING:
     from ..graph import After
@@ -54,6 +54,8 @@ class AllReduce:
         timeout_s: float = 10.0,
     ) -> None:
         what = type(self).__name__
+        for name, number in (("max_tokens", max_tokens), ("hidden", hidden)):
+            whole(f"{what}: {name}", number)
         self.world, self.max_tokens, self.hidden, self.dtype = world, max_tokens, hidden, np.dtype(dtype)
         if not 2 <= world.size <= 8:
             raise ValueError(f"{what}: world: wanted 2 to 8 ranks, got {world.size}")
@@ -111,11 +113,11 @@ class AllReduce:
             for virtual, (code, call, other, block, thread, low, high, _) in enumerate(failure.host.tolist()):
                 if code:
                     rank = virtual if self.world.virtual else self.world.ranks[place]
-                    seen = f"its newest call was {high}" if low or high else "it was never heard of"
+                    newest = f"; its newest call was {high}" if low or high else ""
                     raise WorldError(
                         other,
                         f"allreduce_rmsnorm: rank {rank} waited in call {call + 1} for rank {other}, which "
-                        f"{CAUSES[code]} within {self.limit_ns / 1e9:g} s (block {block}, thread {thread}; {seen})",
+                        f"{CAUSES[code]} within {self.limit_ns / 1e9:g} s (block {block}, thread {thread}{newest})",
                     )
 
     def close(self) -> None:
@@ -147,13 +149,14 @@ def allreduce_rmsnorm(
     `drvkit.ref.allreduce_rmsnorm` for the bits.
 
     Every rank makes the call with the same number of tokens; a rank that makes another one, or none, is found by the
-    others within the group's ``timeout_s``: their results are NaN, `AllReduce.check` raises, and `AllReduce.reset`
-    makes the group usable again.
+    others within the group's ``timeout_s``: rows that did not come are NaN, `AllReduce.check` raises, and
+    `AllReduce.reset` makes the group usable again.
 
     Args:
         where: a stream or graph of the rank's device.
         x, residual, out, residual_out: [tokens, hidden], with virtual ranks [ranks, tokens, hidden]. ``out`` and
-            ``residual_out`` may be ``x`` and ``residual``. Without tokens nothing is launched, on no rank.
+            ``residual_out`` may be ``x`` or ``residual``, and overlap nothing else. Without tokens nothing is launched,
+            on no rank.
         weight: [hidden].
     """
     op, world, device = "allreduce_rmsnorm", group.world, where.device
@@ -170,17 +173,16 @@ def allreduce_rmsnorm(
         )
     if tokens > group.max_tokens:
         raise ValueError(f"{op}: x has {tokens} tokens: the group was made for {group.max_tokens}")
-    for role, operand, wanted in (
-        *(
-            (role, operand, shape)
-            for role, operand in (("residual", residual), ("out", out), ("residual_out", residual_out))
-        ),
-        ("weight", weight, (group.hidden,)),
-    ):
-        seen = array(f"{op}: {role}", operand, [group.dtype])
-        shaped(f"{op}: {role}", seen, wanted)
-        if seen.address % 16:
-            raise ValueError(f"{op}: {role}: wanted an address aligned to 16 bytes, got {seen.address:#x}")
+    views = {"x": aligned(f"{op}: x", first)}
+    others = {"residual": residual, "weight": weight, "out": out, "residual_out": residual_out}
+    for role, operand in others.items():
+        views[role] = aligned(f"{op}: {role}", array(f"{op}: {role}", operand, [group.dtype]))
+        shaped(f"{op}: {role}", views[role], (group.hidden,) if role == "weight" else shape)
+    for role in ("out", "residual_out"):
+        for other in ("x", "residual", "weight"):
+            if other == "weight" or views[other].address != views[role].address:
+                apart(f"{op}: {role}", views[role], other, views[other])
+    apart(f"{op}: residual_out", views["residual_out"], "out", views["out"])
     cluster, block = group.launch_of(tokens)
     function = f"{op}<{FLOATS[group.dtype]},{world.size},{cluster}>"
     resident = kernel(device, op, function).occupancy(block) * device.multiprocessors

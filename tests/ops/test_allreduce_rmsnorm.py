@@ -112,6 +112,7 @@ GROUP: dict[str, Any] = {"max_tokens": 4, "hidden": 64}
     [
         ({"hidden": 60}, ValueError, "hidden: wanted rows of a multiple of 16 bytes up to 128 KB, got 60"),
         ({"hidden": 2**17}, ValueError, "hidden: wanted rows of a multiple of 16 bytes up to 128 KB, got 131072"),
+        ({"max_tokens": 2.0}, TypeError, "max_tokens: wanted an integer, got 2.0"),
         ({"max_tokens": 0}, ValueError, "max_tokens: wanted at least 1, got 0"),
         ({"dtype": np.int32}, TypeError, "dtype: wanted float32, float16, bfloat16, got int32"),
         ({"timeout_s": 0}, ValueError, "timeout_s: wanted more than 0, got 0"),
@@ -155,6 +156,27 @@ def test_operands_that_do_not_fit_are_refused(
         with pytest.raises(error, match=f"^allreduce_rmsnorm: {message}"):
             allreduce_rmsnorm(graph, group, **operands)
     assert not graph.nodes
+
+
+def test_results_overlap_nothing_but_what_they_replace(device: Device, graph: Graph) -> None:
+    with World.of_virtual(device, 2) as world, AllReduce(world, **GROUP) as group:
+        names = ("x", "residual", "out", "residual_out")
+        fit: dict[str, Any] = {name: device.zeros((2, 3, 64), bf16) for name in names} | {
+            "weight": device.zeros(64, bf16)
+        }
+        assert allreduce_rmsnorm(graph, group, **fit | {"out": fit["x"], "residual_out": fit["residual"]})
+        more = device.zeros(2 * 3 * 64 + 64, bf16)
+        first, shifted = more[: 2 * 3 * 64].reshape(2, 3, 64), more[64:].reshape(2, 3, 64)
+        odd = device.zeros(2 * 3 * 64 + 1, bf16)[1:].reshape(2, 3, 64)
+        for message, changes in {
+            "out .* overlaps x": {"x": first, "out": shifted},
+            "residual_out .* overlaps residual": {"residual": first, "residual_out": shifted},
+            "out .* overlaps weight": {"out": first, "weight": more[:64]},
+            "residual_out .* overlaps out": {"out": first, "residual_out": first},
+            "x: wanted an address aligned to 16 bytes": {"x": odd},
+        }.items():
+            with pytest.raises(ValueError, match=f"^allreduce_rmsnorm: {message}"):
+                allreduce_rmsnorm(graph, group, **fit | changes)
 
 
 # ---- hostile schedules ---------------------------------------------------------------------------------------------
