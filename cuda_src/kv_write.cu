@@ -7,9 +7,8 @@
 //   a' = a * cos - b * sin,  b' = b * cos + a * sin
 // in float, every product and sum rounded by itself: a compiler that fuses them would change bits from device to device.
 
-#include <cuda_fp8.h>
-
 #include "dk/check.cuh"
+#include "dk/fp8.cuh"
 #include "dk/memory_order.cuh"
 #include "dk/vec.cuh"
 
@@ -19,13 +18,6 @@ namespace {
 constexpr int kNone = 0, kHalves = 1, kNeighbours = 2;  // (i, i + rotary_dim / 2), (2i, 2i + 1)
 
 constexpr int kPerThread = 8;
-
-// x / scale, to the nearest e4m3, ties to even; what is larger than 448 in size becomes 448.
-__device__ inline uint2 quantised(const float (&x)[kPerThread], float scale) {
-  float y[kPerThread];
-  for (int j = 0; j < kPerThread; ++j) y[j] = __fdiv_rn(x[j], scale);
-  return {__nv_fp8x4_e4m3(float4{y[0], y[1], y[2], y[3]}).__x, __nv_fp8x4_e4m3(float4{y[4], y[5], y[6], y[7]}).__x};
-}
 
 }  // namespace
 
@@ -118,7 +110,7 @@ __global__ void kv_write(const T* k, const T* v, KV* k_pool, KV* v_pool, const l
   const long long page = slot >> page_bits, place = slot & ((1ll << page_bits) - 1);
   KV* to = (is_key ? k_pool : v_pool) + page * page_stride + head * head_stride + place * token_stride + first;
   if constexpr (kNarrow) {
-    *reinterpret_cast<uint2*>(to) = quantised(x, (is_key ? k_scale : v_scale)[head]);
+    *reinterpret_cast<dk::E4m3<kPerThread>*>(to) = dk::quantised(x, (is_key ? k_scale : v_scale)[head]);
   } else {
     raw.store(to);
   }

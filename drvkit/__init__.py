@@ -16,7 +16,7 @@ from .node import Node, Port, WaitValue, WriteValue
 from .replay import Exec
 from .signature import ArgumentError
 from .source import Source
-from .symmetric import SymmetricMemory
+from .symmetric import PeerMemory, SymmetricMemory
 from .world import World, WorldError
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "Module",
     "Node",
     "Pad",
+    "PeerMemory",
     "Port",
     "ProgrammaticEvent",
     "Source",

@@ -46,7 +46,8 @@ class Buffer:
         dtype: any numpy or ml_dtypes dtype in native byte order.
         shape, strides: in elements and in bytes, as numpy has them.
         device: where it lives.
-        where: ``"device"``, ``"pinned"``, ``"pool"``, ``"graph"``, ``"symmetric"`` or ``"foreign"``.
+        where: ``"device"``, ``"pinned"``, ``"pool"``, ``"graph"``, ``"symmetric"``, ``"multicast"``, ``"peer"`` or
+            ``"foreign"``.
     """
 
     __slots__ = ("__weakref__", "_address", "_packs_as", "allocation", "box", "device", "dtype", "shape", "strides")

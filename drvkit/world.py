@@ -185,7 +185,7 @@ class World:
             except ImportError as error:
                 raise ImportError(f"World.from_mpi needs mpi4py, which cannot be imported here ({error})") from None
         rank, size = int(comm.Get_rank()), int(comm.Get_size())
-        hosts = [json.loads(text) for text in comm.allgather(json.dumps(_host()))]
+        hosts = [json.loads(text) for text in comm.allgather(json.dumps(this_host()))]
         device = device or default_device(hosts[:rank].count(hosts[rank]), needed=1)
         return cls.joined(Mpi(comm), rank, size, device, timeout_s)
 
@@ -301,7 +301,7 @@ class World:
                 listener.listen(self.size + 16)
             except OSError as error:
                 why = error
-            places = self._outcome(what, why, [_host(), name, token])
+            places = self._outcome(what, why, [this_host(), name, token])
             far = [r for r, (host, *_) in enumerate(places) if host != places[0][0]]
             if far:
                 where = "on other hosts, or in other network namespaces, than rank 0"
@@ -434,7 +434,7 @@ def _variable(name: str, least: int, most: int) -> int:
     return int(text)
 
 
-def _host() -> list[Any]:
+def this_host() -> list[Any]:
     """The same for those that see each other's abstract sockets."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return [file.read().strip(), os.stat("/proc/self/ns/net").st_ino]

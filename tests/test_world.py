@@ -446,7 +446,7 @@ def test_a_file_that_does_not_come_is_an_error_of_all_and_leaves_none_open(dies:
             name = f"\0drvkit-{secrets.token_hex(16)}"
             listener.bind(name)
             listener.listen()
-            world.gather([[None, [worlds._host(), name, "token"]]], what="exchange_fds")
+            world.gather([[None, [worlds.this_host(), name, "token"]]], what="exchange_fds")
             if dies:
                 world.close()
             return world.gather([[None, None]], what="exchange_fds: whether all came")
@@ -471,7 +471,7 @@ def test_a_file_that_does_not_come_is_an_error_of_all_and_leaves_none_open(dies:
 
 
 def test_ranks_of_several_hosts_exchange_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worlds, "_host", lambda: [threading.current_thread().name])
+    monkeypatch.setattr(worlds, "this_host", lambda: [threading.current_thread().name])
     before = open_fds()
     told = reasons(meet(exchange, exchange))
     assert told == {

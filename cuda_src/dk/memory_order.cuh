@@ -41,6 +41,61 @@ __device__ inline unsigned long long load_relaxed_sys_8(const void* p) {
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
   return value;
 }
+// As two words of 8 bytes, of which each is one access.
+__device__ inline void store_relaxed_sys_8x2(void* p, unsigned long long first, unsigned long long second) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(first), "l"(second) : "memory");
+}
+__device__ inline ulonglong2 load_relaxed_sys_8x2(const void* p) {
+  ulonglong2 value;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(value.x), "=l"(value.y) : "l"(p) : "memory");
+  return value;
+}
+__device__ inline void store_relaxed_sys(unsigned* p, unsigned value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+__device__ inline unsigned load_relaxed_sys(const unsigned* p) {
+  unsigned value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+// What this thread wrote, and what others wrote that it has met at a barrier since, is seen by who acquires `value`.
+__device__ inline void store_release_sys(unsigned* p, unsigned value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+__device__ inline unsigned load_acquire_sys(const unsigned* p) {
+  unsigned value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+// 16 bytes that nobody writes meanwhile, though others have: not through the cache of what is read only.
+__device__ inline uint4 load_weak_16(const void* p) {
+  uint4 value;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(p)
+               : "memory");
+  return value;
+}
+
+// To all devices that have memory behind the multicast address `p`. Each word is one access.
+__device__ inline void multimem_store_relaxed_sys_16(void* p, uint4 value) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(__uint_as_float(value.x)),
+               "f"(__uint_as_float(value.y)), "f"(__uint_as_float(value.z)), "f"(__uint_as_float(value.w))
+               : "memory");
+#endif
+}
+__device__ inline void multimem_store_relaxed_sys_8(void* p, unsigned long long value) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("multimem.st.relaxed.sys.global.b64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+#endif
+}
+__device__ inline void multimem_store_release_sys(void* p, unsigned value) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("multimem.st.release.sys.global.b32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+#endif
+}
+
 __device__ inline void store_relaxed_gpu(unsigned* p, unsigned value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }

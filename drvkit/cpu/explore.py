@@ -11,21 +11,27 @@ Probabilistic Guarantees of Finding Bugs", ASPLOS 2010.
 from __future__ import annotations
 
 import errno
+import gc
+import math
 import os
 import pickle
 import random
 import re
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -47,6 +53,7 @@ __all__ = [
     "failures",
     "first_line",
     "follow",
+    "once",
     "run",
     "script_runs",
     "summary",
@@ -86,21 +93,26 @@ class Schedule:
     """
 
     def __init__(self, seed: int) -> None:
+        self.seed = seed
         self._random = random.Random(seed)
-        self._kinds: dict[int, tuple[int, float, float]] = {}  # choices left, the place, how often it is taken
+        self._kinds: dict[int, list[float]] = {}  # choices left, the place, how often it is taken
         self._pace = self._random.choice(PACES)
         self._held, self._steps = Held(0, 0, 0), 0  # for so many more
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has decided anything."""
+        return bool(self._kinds or self._steps)
 
     def __call__(self, n: int) -> int:
         """One of ``n``."""
         if n < 2:
             return 0
-        pick = self._random
-        left, place, strength = self._kinds.get(n, (0, 0.0, 0.0))
-        if not left:
-            left, place, strength = pick.choice(STICKS), pick.random(), pick.choice(STRENGTHS)
-        self._kinds[n] = left - 1, place, strength
-        return int((place if pick.random() < strength else pick.random()) * n)
+        pick, kind = self._random, self._kinds.get(n)
+        if not kind or not kind[0]:
+            kind = self._kinds[n] = [pick.choice(STICKS), pick.random(), pick.choice(STRENGTHS)]
+        kind[0] -= 1
+        return int((kind[1] if pick.random() < kind[2] else pick.random()) * n)
 
     def held(self) -> Held | None:
         """Which stores do not go on their way at the next step; None: all."""
@@ -190,18 +202,89 @@ def run(script: str, arguments: Sequence[str]) -> int:
     return FOUND
 
 
-def _child(body: Callable[[], int], seed: int | None, output: int) -> NoReturn:
-    code = 70
-    try:
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+class _Run:
+    """A process of its own, forked here and now, in the schedule of a seed: in itself, ``pid`` is 0."""
+
+    def __init__(self, seed: int | None, timeout_s: float, said: bytes = b"") -> None:
+        self.seed, self.timeout_s, self.end = seed, timeout_s, time.monotonic() + timeout_s
+        self.output = os.memfd_create("said")
+        os.write(self.output, said)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid:
+            self.ended = os.pidfd_open(self.pid)
+            return
+        os.dup2(self.output, 1)
+        os.dup2(self.output, 2)
+        os.close(self.output)
         if seed is not None:
             follow(seed)
+
+    def outcome(self) -> Outcome:
+        """How it ended. One that goes on at its ``end`` is late, and ended."""
+        late = not _readable([self.ended], self.end)
+        if late:
+            os.kill(self.pid, signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        said = os.pread(self.output, 1 << 20, 0).decode(errors="replace")
+        os.close(self.output)
+        os.close(self.ended)
+        if late:
+            code = LATE
+            said += f"not done after {self.timeout_s:g} s\n"
+        elif code < 0:
+            said += f"killed by {signal.Signals(-code).name}\n"
+        lines = said.strip().splitlines()
+        return Outcome(self.seed, code, said, lines[-1] if lines and code else "")
+
+
+def _readable(files: Sequence[int], until: float) -> list[int]:
+    """Those of which one can read, or whose process has ended: when there are some, or none until then."""
+    seconds = max(0.0, until - time.monotonic()) if math.isfinite(until) else None
+    return select.select(files, [], [], seconds)[0]
+
+
+def _end(body: Callable[[], int]) -> NoReturn:
+    """All that a run does."""
+    code = 70
+    try:
         code = body()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def _runs(
+    seeds: Sequence[int | None], jobs: int, timeout_s: float, said: bytes = b"", stop: Sequence[int] = ()
+) -> Generator[Outcome | None, None, None]:
+    """Fork for each seed, ``jobs`` at a time: the outcomes as they come, and None in the processes themselves.
+
+    ``said``: what they have printed before. ``stop``: files; when one can be read, no more is wanted.
+    """
+    waiting = list(reversed(seeds))
+    running: dict[int, _Run] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                run = _Run(waiting.pop(), timeout_s, said)
+                if not run.pid:
+                    running.clear()  # they are not its own
+                    yield None
+                running[run.ended] = run
+            ready = _readable([*running, *stop], min(run.end for run in running.values()))
+            if any(file in ready for file in stop):
+                break
+            for run in list(running.values()):
+                if run.ended in ready or time.monotonic() > run.end:
+                    del running[run.ended]
+                    yield run.outcome()
+    finally:
+        for run in running.values():
+            run.end = 0.0
+            run.outcome()
 
 
 def explore(
@@ -219,47 +302,111 @@ def explore(
 
     open_nvrtc()
     compiler.runtime()
-    waiting = list(reversed(seeds))
-    running: dict[int, tuple[int | None, int, float]] = {}  # pid -> seed, file, start
+    gc.freeze()  # of what is here no run has to look for garbage
+    done = 0
+    for outcome in _ahead(body, seeds, jobs, timeout_s):
+        done += 1
+        yield outcome
+    for each in _runs(seeds[done:], jobs, timeout_s):
+        if each is None:
+            _end(body)
+        yield each
+
+
+_part: Callable[[], None] | None = None  # where this process is the first run, and has not come to the end of `once`
+
+
+def _ahead(
+    body: Callable[[], int], seeds: Sequence[int | None], jobs: int, timeout_s: float
+) -> Generator[Outcome, None, None]:
+    """The outcome of the first seed, whose run goes ahead: it may come to the end of `once`. Then of all seeds."""
+    global _part
+    if not seeds:
+        return
+    ours, theirs = socket.socketpair()
+    run = _Run(seeds[0], timeout_s)
+    if not run.pid:
+        ours.close()
+        _part = partial(_parted, seeds, jobs, timeout_s, theirs)
+        _end(body)
+    theirs.close()
+    parted = False
     try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                seed = waiting.pop()
-                with tempfile.TemporaryFile() as file:
-                    output = os.dup(file.fileno())
-                sys.stdout.flush()
-                sys.stderr.flush()
-                pid = os.fork()
-                if not pid:
-                    _child(body, seed, output)
-                running[pid] = seed, output, time.monotonic()
-            for pid, (seed, output, start) in list(running.items()):
-                late = time.monotonic() - start > timeout_s
-                if late:
-                    os.kill(pid, signal.SIGKILL)
-                ended, status = os.waitpid(pid, 0 if late else os.WNOHANG)
-                if ended:
-                    del running[pid]
-                    yield _outcome(seed, output, status, timeout_s if late else None)
-            time.sleep(0.001)
+        with ours, ours.makefile("rb") as told:  # when that is closed, who parted ends, too
+            if ours.fileno() in _readable([ours.fileno(), run.ended], run.end) and told.read(1):
+                parted, run.end = True, math.inf
+                with suppress(EOFError):
+                    while True:
+                        yield pickle.load(told)
+    except BaseException:
+        if not parted:
+            run.end = 0.0
+        raise
     finally:
-        for pid, (_, output, _) in running.items():
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            os.close(output)
+        outcome = run.outcome()
+    if not parted:
+        yield outcome
+    elif outcome.code:
+        raise ChildProcessError(outcome.said)
 
 
-def _outcome(seed: int | None, output: int, status: int, timeout_s: float | None) -> Outcome:
-    said = os.pread(output, 1 << 20, 0).decode(errors="replace")
-    os.close(output)
-    code = os.waitstatus_to_exitcode(status)
-    if timeout_s is not None:
-        code = LATE
-        said += f"not done after {timeout_s:g} s\n"
-    elif code < 0:
-        said += f"killed by {signal.Signals(-code).name}\n"
-    lines = said.strip().splitlines()
-    return Outcome(seed, code, said, lines[-1] if lines and code else "")
+def _parted(seeds: Sequence[int | None], jobs: int, timeout_s: float, theirs: socket.socket) -> None:
+    """Go on as many processes, one for each seed. This one tells how they end."""
+    from .calls.base import state
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    said = os.pread(1, 1 << 20, 0)
+    gc.collect()
+    gc.freeze()
+    state.parts = True
+    answers = theirs.makefile("wb")
+    with suppress(BrokenPipeError):
+        answers.write(b"\n")
+        answers.flush()
+        for outcome in _runs(seeds, jobs, timeout_s, said, [theirs.fileno()]):
+            if outcome is None:
+                state.parts = False
+                answers.close()
+                theirs.close()
+                return
+            pickle.dump(outcome, answers)
+            answers.flush()
+    os._exit(0)
+
+
+@contextmanager
+def once() -> Iterator[None]:
+    """What all schedules have in common: `explore` runs this block once, and each schedule begins at its end, in a
+    process forked there. It comes before all other work of devices, and its own is done when it ends.
+
+    Worlds, threads, and memory that processes can share do not go along: they are made behind it. Where nothing is
+    explored it is as if the block stood there alone.
+    """
+    from .handles import handles
+    from .machine import machine
+    from .operations import Kernel
+    from .storage import shares
+
+    schedule = machine.choose
+    if not isinstance(schedule, Schedule):
+        yield
+        return
+    if schedule.begun:
+        raise RuntimeError("once: the schedule has decided something already; this block comes before other work")
+    follow(0)
+    yield
+    settled = _settled()
+    if shares() or threading.active_count() > 1:
+        raise RuntimeError("once: threads, and memory that processes can share, do not go along: make them behind it")
+    for kernel in handles.all(Kernel):
+        kernel.function.address  # noqa: B018  # compiled, and linked
+    global _part
+    part, _part = _part, None
+    if part is not None and settled.newest_fault is None:
+        part()
+    else:
+        follow(schedule.seed)
 
 
 def apart(code: str, question: object, *, env: Mapping[str, str]) -> Generator[Any, None, None]:

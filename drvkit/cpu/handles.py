@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import TypeVar
 
 __all__ = ["Handles", "RefusedError", "handles"]
@@ -37,6 +38,9 @@ class Handles:
         if not isinstance(thing, kind):
             raise RefusedError(code)
         return thing
+
+    def all(self, kind: type[_T]) -> Iterator[_T]:
+        return (thing for thing in self._known.values() if isinstance(thing, kind))
 
     def drop(self, handle: int) -> None:
         del self._known[handle]

@@ -57,9 +57,6 @@ STORES = 512  # that a store buffer holds
 BUFFER_BYTES = ctypes.sizeof(StoreBuffer) + STORES * ctypes.sizeof(BufferedStore)
 
 
-_explored: list[Grid] = []  # launches whose stores are buffered
-
-
 @cache
 def _device_buffer(device: int) -> NDArray[np.uint8]:
     """Stores that the blocks of a device see, and nobody else."""
@@ -68,15 +65,40 @@ def _device_buffer(device: int) -> NDArray[np.uint8]:
     return buffer
 
 
-def _deliver(held: Held | None) -> None:
-    """Send the stores of all launches on their way, but those that are held; None holds all."""
-    if held is None:
-        return
-    deliver = compiler.runtime().deliver
-    buffers = {at: (number, grid) for grid in _explored for at, number in grid._buffers()}  # a device's only once
-    for at, (number, grid) in buffers.items():
-        if StoreBuffer.from_address(at).count:
-            deliver(ctypes.addressof(grid.state), at, held.salt ^ number, held.shift, held.odds)
+class _InFlight:
+    """The launches that are explored, and what they have stored."""
+
+    def __init__(self) -> None:
+        self.grids: list[Grid] = []
+        self._buffers: dict[int, tuple[StoreBuffer, int, Grid]] = {}  # a device's only once; empty: to be listed anew
+        self._delivered: object = None  # what was held the last time, and what then was left
+
+    def moved(self) -> None:
+        """Other blocks are resident than before."""
+        self._buffers.clear()
+        self._delivered = None
+
+    def deliver(self, held: Held | None) -> None:
+        """Send stores on their way, but those that are held; None holds all."""
+        if held is None:
+            return
+        if not self._buffers:
+            for grid in self.grids:
+                found = {at: (StoreBuffer.from_address(at), number, grid) for at, number in grid._buffers()}
+                self._buffers.update(found)
+        if self._delivered == (held, *self._left()):
+            return
+        for at, (buffer, number, grid) in self._buffers.items():
+            if buffer.count:
+                grid.run.deliver(ctypes.addressof(grid.state), at, held.salt ^ number, held.shift, held.odds)
+        self._delivered = held, *self._left()
+
+    def _left(self) -> tuple[list[int], list[int]]:
+        """As long as this is the same, all that is still on its way was there before."""
+        return [buffer.count for buffer, _, _ in self._buffers.values()], [grid.state.stores for grid in self.grids]
+
+
+_in_flight = _InFlight()
 
 
 class Slot:
@@ -182,6 +204,7 @@ class Grid:
         self.order = order
         self.function, self.grid, self.block, self.cluster = function, grid, block, cluster
         self.run, self.code = compiler.runtime(), function.address
+        self._kernel = self.run.kernel(self.code)
         threads = block[0] * block[1] * block[2]
         warps = -(-threads // 32)
         blocks = cluster[0] * cluster[1] * cluster[2]
@@ -192,6 +215,7 @@ class Grid:
         if self._workspace:
             memory.write(self._workspace.address, np.array([8, 0], np.uint32).tobytes())
         variables = [function.program.variables[name][0] for name in compiled.globals]
+        self._blocks = clusters * blocks
         self._globals = np.array([*variables, 0], np.uint64)
         self._multicast = addresses.multicast_ranges()
         self._template = _template(block)
@@ -248,12 +272,14 @@ class Grid:
         self.state.id = Grid._serial & 0xFFFFFFFF
         self.done = False
         self._ending: list[tuple[BlockState, WarpState]] = []  # explored, the last of their blocks: see `step`
+        self._resident: list[tuple[BlockState, WarpState]] | None = None  # explored, as `_warps` found them
         self._stalled: tuple[int, bytes] | None = None  # how it was when it last looked in vain
         self._add_slot()
         for number in range(clusters if cooperative else 0):  # all of them are resident from the beginning
             self._begin_in(number)
         if explored:
-            _explored.append(self)
+            _in_flight.grids.append(self)
+            _in_flight.moved()
 
     # Running
 
@@ -294,17 +320,18 @@ class Grid:
         """
         if self.done:
             return "done"
-        state, run = self.state, compiler.runtime()
-        address = ctypes.addressof(state)
+        state = self.state
         if state.next_cluster < state.clusters and (state.in_use < self.capacity or self._idle()) and not schedule(3):
             self._begin()
-        ready = [pair for pair in self._warps() if pair[1].status == WarpStatus.READY]
+        if self._resident is None:
+            self._resident = list(self._warps())
+        ready = [pair for pair in self._resident if pair[1].status == WarpStatus.READY]
         if not ready and not self._ending:
             if state.next_cluster < state.clusters and (state.in_use < self.capacity or self._idle()):
                 self._begin()
                 return "running"
             return "stalled"
-        _deliver(schedule.held())
+        _in_flight.deliver(schedule.held())
         for block, warp in self._ending:
             if not self._on_its_way(block):
                 self._ending.remove((block, warp))
@@ -312,9 +339,8 @@ class Grid:
         if not ready:
             return "running"
         block, warp = ready[schedule(len(ready))]
-        at = ctypes.addressof(warp), ctypes.addressof(block)
-        state.current, state.current_block = at
-        code = run.kernel(self.code)(*at, address)
+        state.current, state.current_block = at = ctypes.addressof(warp), ctypes.addressof(block)
+        code = self._kernel(*at, ctypes.addressof(state))
         if code == Code.DONE:
             if block.live > 1 or not self._on_its_way(block):
                 return self._end(block, warp)
@@ -331,9 +357,10 @@ class Grid:
     def _end(self, block: BlockState, warp: WarpState) -> str:
         """A warp has ended, and perhaps all."""
         state = self.state
-        compiler.runtime().ended(*map(ctypes.addressof, (state, block, warp)))
+        self.run.ended(*map(ctypes.addressof, (state, block, warp)))
         if not BlockState.from_address(block.leader).cluster_live:
             self._slot_of(block.leader).active = 0
+            self._moved()
             if state.next_cluster == state.clusters and not any(slot.active for slot in self._slot_states):
                 self.close()
                 return "done"
@@ -360,8 +387,14 @@ class Grid:
         if number == len(self.slots):
             self._add_slot()
         state.in_use = max(state.in_use, number + 1)
-        compiler.runtime().begin(ctypes.addressof(state), ctypes.addressof(self._room[number]), state.next_cluster)
+        self.run.begin(ctypes.addressof(state), ctypes.addressof(self._room[number]), state.next_cluster)
         state.next_cluster += 1
+        self._moved()
+
+    def _moved(self) -> None:
+        """Other clusters are resident than before."""
+        self._resident = None
+        _in_flight.moved()
 
     def _buffers(self) -> Iterator[tuple[int, int]]:
         """The store buffers of its blocks and its device, each with a number of its own."""
@@ -404,8 +437,9 @@ class Grid:
         if self.done:
             return
         self.done = True
-        if self in _explored:
-            _explored.remove(self)
+        if self in _in_flight.grids:
+            _in_flight.grids.remove(self)
+            self._moved()
         spare = self.function.spare
         spare += self.slots
         while len(spare) > SPARE:
@@ -419,8 +453,7 @@ class Grid:
 
     @property
     def triggered(self) -> bool:
-        blocks = self.state.clusters * self.state.cluster_blocks
-        return bool(self.done or self.state.triggered >= blocks)
+        return self.done or self.state.triggered >= self._blocks
 
     @property
     def dependencies_done(self) -> bool:

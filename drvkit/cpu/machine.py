@@ -523,9 +523,8 @@ class Machine:
         return True
 
     def _slice(self) -> None:
-        active, place = self._active, 0
-        if self.choose is not None:
-            place = self.choose(len(active))
+        active = self._active
+        place = self.choose(len(active)) if self.choose is not None else 0
         work = active[place]
         del active[place]
         task = work.task
@@ -553,8 +552,9 @@ class Machine:
             if outcome == "done":
                 self._reach(work, START | TRIGGER | END)
                 return
-        self._reach(work, START)
-        if task is not None and task.triggered:
+        if not work._reached & START:
+            self._reach(work, START)
+        if not work._reached & TRIGGER and task is not None and task.triggered:
             self._reach(work, TRIGGER)
 
     def _advance(self, work: Work, task: Task) -> str:

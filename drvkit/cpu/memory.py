@@ -237,8 +237,10 @@ class Memory:
     # Contents
 
     def _mark(self, address: int, nbytes: int, state: int) -> None:
-        if nbytes:
+        if state:
             ctypes.memset(address + self.shadow, state, nbytes)
+        else:  # of many bytes no page stays: addresses may not be used again
+            self.clear(address + self.shadow, nbytes)
 
     def digest(self) -> bytes | None:
         """Of what is in all that kernels and hosts share; None if that is very much."""

@@ -35,6 +35,7 @@ __all__ = [
     "addresses",
     "heap",
     "import_file",
+    "shares",
 ]
 
 GRANULARITY = 2 << 20  # of physical memory, and of where it is mapped
@@ -449,6 +450,11 @@ class AddressSpace:
 
 
 addresses = AddressSpace()
+
+
+def shares() -> bool:
+    """Whether another process may see what this one writes."""
+    return machine.shared or bool(addresses._mappings) or any(handles.all(Shareable))
 
 
 class Heap:

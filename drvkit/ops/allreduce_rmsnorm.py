@@ -1,47 +1,61 @@
 """All-reduce between the ranks of a world, residual and RMSNorm, in one kernel.
 
-An `AllReduce` is what calls need between them: mailboxes in symmetric memory, and the state of each rank. Every rank
-makes one at the same time, and then the same calls in the same order, on streams or as nodes of graphs that are
-replayed any number of times; the number of tokens may change from call to call. One call is in flight at a time.
+An `AllReduce` is what calls need between them: mailboxes in symmetric memory, and the state of each rank. The number of
+tokens may change from call to call, and with it the protocol that rows travel by; results do not depend on that.
 """
 
 from __future__ import annotations
 
-import zlib
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
+from ..channel import GENERATIONS, Channel
 from ..device import Device
-from ..symmetric import SymmetricMemory
-from ..world import World, WorldError
+from ..world import World
 from . import FLOATS, Where, aligned, apart, array, kernel, launch, shaped, whole
 
 if TYPE_CHECKING:
     from ..graph import After
+    from ..memory import View
     from ..node import Node
 
 __all__ = ["AllReduce", "allreduce_rmsnorm"]
 
-GENERATIONS = 3
 ABSENT = 0x80008000  # a word of an empty mailbox
-# Threads of a block, where the row has as many parts of 16 bytes: few blocks want many neighbours, many want few.
-THREADS, MANY_TOKENS, THREADS_OF_MANY = 256, 64, 1024
-MOST_BLOCKS, MOST_THREADS = 8, 1024  # of a cluster, which has one row; of a block
-CAUSES = {1: "did not come", 2: "made another call"}
+PROTOCOLS = ("lamport", "packets", "flags", "two_shot")  # by their number in dk/protocols.cuh
+# The bytes of a call's rows up to which a protocol is the fastest, by ranks; the last one has all above. Of two ranks
+# measured on H200s; of more taken from what others report for such machines, as one-shot protocols send (ranks - 1)
+# times the rows and two-shot less than twice.
+FASTEST: dict[int, tuple[tuple[str, int], ...]] = {
+    2: (("lamport", 1 << 62),),
+    3: (("lamport", 1 << 20), ("two_shot", 1 << 62)),
+    4: (("lamport", 384 << 10), ("two_shot", 1 << 62)),
+    **dict.fromkeys((5, 6, 7, 8), (("lamport", 128 << 10), ("two_shot", 1 << 62))),
+}
+# A row of more parts of 16 bytes than THREADS has a cluster of blocks: of few tokens FEW_BLOCKS or more, which share
+# the loads and the waiting; of many tokens as few as can be, for there are blocks enough.
+THREADS, FEW_BLOCKS, MANY_TOKENS = 256, 4, 64
+MOST_BLOCKS = 8  # of a cluster
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
-class AllReduce:
+class AllReduce(Channel):
     """What all-reduces of one row length and dtype share.
 
     Args:
         world: of 2 to 8 ranks. With virtual ranks all arrays have a first axis more, of the ranks.
         max_tokens: rows of a call at most.
-        hidden: elements of a row, a multiple of 16 bytes, at most 128 KB.
+        hidden: elements of a row, a multiple of 16 bytes, at most 128 KB of two ranks, 64 KB of up to four, else 32 KB.
         dtype: bfloat16, float16 or float32.
+        protocols: the tokens up to which each protocol is taken, with rising numbers, the last at least
+            ``max_tokens``: "lamport", "packets", "flags" and "two_shot", which ``cuda_src/dk/protocols.cuh`` describes.
+            By default what is the fastest.
         timeout_s: how long a kernel waits for another rank.
+        multicast: whether rows go to all ranks by one store. For hosts that are one's own, see `SymmetricMemory`.
     """
 
     def __init__(
@@ -51,85 +65,135 @@ class AllReduce:
         max_tokens: int,
         hidden: int,
         dtype: DTypeLike = ml_dtypes.bfloat16,
+        protocols: Mapping[str, int] | None = None,
         timeout_s: float = 10.0,
+        multicast: bool = False,
     ) -> None:
         what = type(self).__name__
         for name, number in (("max_tokens", max_tokens), ("hidden", hidden)):
             whole(f"{what}: {name}", number)
-        self.world, self.max_tokens, self.hidden, self.dtype = world, max_tokens, hidden, np.dtype(dtype)
-        if not 2 <= world.size <= 8:
-            raise ValueError(f"{what}: world: wanted 2 to 8 ranks, got {world.size}")
+        self.max_tokens, self.hidden, self.dtype = max_tokens, hidden, np.dtype(dtype)
         if self.dtype not in FLOATS:
             raise TypeError(f"{what}: dtype: wanted {', '.join(map(str, FLOATS))}, got {self.dtype}")
         self.row_bytes = hidden * self.dtype.itemsize
-        if hidden < 1 or self.row_bytes % 16 or self.row_bytes > 16 * MOST_BLOCKS * MOST_THREADS:
-            raise ValueError(f"{what}: hidden: wanted rows of a multiple of 16 bytes up to 128 KB, got {hidden!r}")
+        self.most_threads = 1024 if world.size == 2 else 512 if world.size <= 4 else 256  # of a block
+        most = 16 * MOST_BLOCKS * self.most_threads
+        if hidden < 1 or self.row_bytes % 16 or self.row_bytes > most:
+            raise ValueError(
+                f"{what}: hidden: wanted rows of a multiple of 16 bytes up to {most >> 10} KB, got {hidden!r}"
+            )
         if max_tokens < 1:
             raise ValueError(f"{what}: max_tokens: wanted at least 1, got {max_tokens!r}")
-        if not timeout_s > 0:
-            raise ValueError(f"{what}: timeout_s: wanted more than 0, got {timeout_s!r}")
-        self.limit_ns = round(timeout_s * 1e9)
-        world.agree(f"{what} (max_tokens, hidden, dtype)", [max_tokens, hidden, str(self.dtype)])
+        if protocols is None:
+            fastest = FASTEST.get(world.size, ())
+            protocols = {name: min(most // self.row_bytes, max_tokens) for name, most in fastest}
+        self.protocols = {name: whole(f"{what}: protocols[{name!r}]", most) for name, most in protocols.items()}
+        """The tokens up to which each protocol is taken."""
+        unknown = set(self.protocols) - set(PROTOCOLS)
+        if unknown:
+            raise ValueError(f"{what}: protocols: wanted {', '.join(PROTOCOLS)}, got {sorted(unknown)}")
+        mosts = list(self.protocols.values())
+        if world.size in FASTEST and (mosts != sorted(mosts) or not mosts or mosts[-1] < max_tokens):
+            raise ValueError(f"{what}: protocols: wanted rising numbers up to {max_tokens}, got {self.protocols}")
+        world.agree(
+            f"{what} (max_tokens, hidden, dtype, protocols, multicast)",
+            [max_tokens, hidden, str(self.dtype), self.protocols, multicast],
+        )
+        self._known: dict[tuple[Device, str, int], int] = {}
+        # Mailboxes of one kind serve several protocols. Each has its rows in every generation of every rank.
+        self.capacity = dict[str, int]()
+        for name, most in self.protocols.items():
+            area = self.area(name)
+            self.capacity[area] = max(self.capacity.get(area, 0), min(most, max_tokens))
+        rows = {area: GENERATIONS * world.size * count * self.row_bytes for area, count in self.capacity.items()}
+        super().__init__(
+            world,
+            {
+                area: (nbytes * (2 if area == "packets" else 1), ABSENT if area == "emptied" else 0)
+                for area, nbytes in rows.items()
+            },
+            blocks=max_tokens * MOST_BLOCKS if "flags" in self.protocols else 0,
+            timeout_s=timeout_s,
+            multicast=multicast,
+        )
 
-        self.mailboxes = -(-GENERATIONS * world.size * 8 // 256) * 256
-        slots = GENERATIONS * world.size * max_tokens
-        self.memory = SymmetricMemory(world, self.mailboxes + slots * self.row_bytes)
-        of_launch = world.size if world.virtual else 1  # ranks of one launch
-        self.states = [device.zeros((of_launch, 4), np.uint32) for device in self.devices]
-        self.failures = [device.pinned((of_launch, 8), np.uint32) for device in self.devices]
-        self.reset()
+    @staticmethod
+    def area(protocol: str) -> str:
+        """The mailboxes of a protocol."""
+        return protocol if protocol in ("packets", "flags") else "emptied"
 
-    @property
-    def devices(self) -> list[Device]:
-        """Of this process, each once."""
-        return list(dict.fromkeys(self.world.devices))
-
-    def reset(self) -> None:
-        """All ranks together: forget what failed, and begin anew. Graphs stay as they are, and valid."""
-        for device in self.devices:
-            device.synchronize()
-        self.world.barrier()
-        slots = GENERATIONS * self.world.size * self.max_tokens
-        for rank in self.world.ranks:
-            self.memory.part(rank, self.mailboxes, np.uint8).fill_bytes(0)
-            self.memory.part(rank, slots * self.row_bytes // 4, np.uint32, offset=self.mailboxes).fill(ABSENT)
-        for state, failure in zip(self.states, self.failures, strict=True):
-            state.fill_bytes(0)
-            failure.host[:] = 0
-        for device in self.devices:
-            device.synchronize()
-        self.world.barrier()
+    def protocol_of(self, tokens: int) -> str:
+        """How the rows of a call travel. Results do not depend on it."""
+        return next(name for name, most in self.protocols.items() if tokens <= most)
 
     def launch_of(self, tokens: int) -> tuple[int, int]:
         """Blocks of a cluster, which has a row, and threads of a block. Results do not depend on it."""
-        parts, cluster = self.row_bytes // 16, 1
-        while cluster < MOST_BLOCKS and cluster * (THREADS if tokens < MANY_TOKENS else THREADS_OF_MANY) < parts:
+        parts, many = self.row_bytes // 16, tokens >= MANY_TOKENS
+        cluster = 1 if many or parts <= THREADS else FEW_BLOCKS
+        while cluster < MOST_BLOCKS and cluster * (self.most_threads if many else THREADS) < parts:
             cluster *= 2
         return cluster, -(-parts // (32 * cluster)) * 32
 
-    def check(self) -> None:
-        """Raise a `WorldError` for what a finished call of this process found wrong. Does not wait."""
-        for place, failure in enumerate(self.failures):
-            for virtual, (code, call, other, block, thread, low, high, _) in enumerate(failure.host.tolist()):
-                if code:
-                    rank = virtual if self.world.virtual else self.world.ranks[place]
-                    newest = f"; its newest call was {high}" if low or high else ""
-                    raise WorldError(
-                        other,
-                        f"allreduce_rmsnorm: rank {rank} waited in call {call + 1} for rank {other}, which "
-                        f"{CAUSES[code]} within {self.limit_ns / 1e9:g} s (block {block}, thread {thread}{newest})",
-                    )
+    # For the ops
 
-    def close(self) -> None:
-        for each in (*self.states, *self.failures):
-            each.close()
-        self.memory.close()
+    def rows(self, op: str, role: str, operand: Any) -> tuple[View, int]:
+        """A [tokens, hidden] operand, and its tokens."""
+        seen = aligned(f"{op}: {role}", array(f"{op}: {role}", operand, [self.dtype]))
+        ranks = (self.world.size,) if self.world.virtual else ()
+        tokens = seen.shape[-2] if len(seen.shape) == 2 + len(ranks) else -1
+        if tokens < 0 or seen.shape != (*ranks, tokens, self.hidden):
+            wanted = ", ".join(map(str, (*ranks, "tokens", self.hidden)))
+            raise ValueError(f"{op}: {role}: wanted shape ({wanted}), got {seen.shape}")
+        if tokens > self.max_tokens:
+            raise ValueError(f"{op}: {role} has {tokens} tokens: the group was made for {self.max_tokens}")
+        return seen, tokens
 
-    def __enter__(self) -> Self:
-        return self
+    def submit(
+        self,
+        where: Where,
+        source: str,
+        op: str,
+        types: str,
+        tokens: int,
+        protocol: str,
+        operands: tuple[Any, ...],
+        *,
+        after: After,
+        name: str | None,
+    ) -> Node | None:
+        """Launch ``op<types, protocol, multicast, ranks, blocks of a cluster>``, a cluster for a row; its arguments
+        begin with ``operands``."""
+        world, device = self.world, where.device
+        place, (cluster, block) = self.place(op, device), self.launch_of(tokens)
+        multicast = str(self.multicast).lower()
+        function = f"{op}<{types},{PROTOCOLS.index(protocol)},{multicast},{world.size},{cluster}>"
+        clusters = min(tokens, self._resident(device, source, function, cluster, block))
+        area = self.area(protocol)
+        args = (
+            *(*operands, tokens, self.hidden, self.offsets[area], self.capacity[area]),
+            *self.args(place, op, protocol, tokens, self.hidden, str(self.dtype), clusters, cluster),
+        )
+        attributes = self._attributes(cluster)
+        grid = (clusters * cluster, world.size) if world.virtual else clusters * cluster
+        self.follow(place, where)
+        return launch(where, source, function, grid if tokens else 0, block, args, after=after, name=name, **attributes)
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _attributes(self, cluster: int) -> dict[str, Any]:
+        """Of a launch."""
+        made: dict[str, Any] = {"cluster": cluster} if cluster > 1 else {}
+        return made | {"cooperative": True} if self.world.virtual else made
+
+    def _resident(self, device: Device, source: str, function: str, cluster: int, block: int) -> int:
+        """Clusters of a rank that are on the device at a time. No call has more, for blocks wait for each other."""
+        key = device, function, block
+        if key not in self._known:
+            ready, ranks = kernel(device, source, function), self.world.size if self.world.virtual else 1
+            if cluster > 1:
+                grid = (cluster, ranks) if self.world.virtual else cluster
+                self._known[key] = ready.max_active_clusters(grid, block, **self._attributes(cluster)) // ranks
+            else:
+                self._known[key] = ready.occupancy(block) * device.multiprocessors // ranks
+        return self._known[key]
 
 
 def allreduce_rmsnorm(
@@ -141,6 +205,7 @@ def allreduce_rmsnorm(
     out: Any,
     residual_out: Any,
     *,
+    out_scale: Any = None,
     eps: float = 1e-6,
     after: After = None,
     name: str | None = None,
@@ -158,45 +223,26 @@ def allreduce_rmsnorm(
             ``residual_out`` may be ``x`` or ``residual``, and overlap nothing else. Without tokens nothing is launched,
             on no rank.
         weight: [hidden].
+        out_scale: float32 [1], positive: then ``out`` is float8_e4m3fn, and has what it would have divided by this, at
+            most 448 in size.
     """
-    op, world, device = "allreduce_rmsnorm", group.world, where.device
-    if device not in world.devices:
-        raise ValueError(f"{op}: {device.id} is no device of this world's ranks here")
-    place = group.devices.index(device)
-    first = array(f"{op}: x", x, [group.dtype])
-    ranks = (world.size,) if world.virtual else ()
-    tokens = first.shape[-2] if len(first.shape) == 2 + len(ranks) else -1
-    shape = (*ranks, tokens, group.hidden)
-    if tokens < 0 or first.shape != shape:
-        raise ValueError(
-            f"{op}: x: wanted shape ({', '.join(map(str, (*ranks, 'tokens', group.hidden)))}), got {first.shape}"
-        )
-    if tokens > group.max_tokens:
-        raise ValueError(f"{op}: x has {tokens} tokens: the group was made for {group.max_tokens}")
-    views = {"x": aligned(f"{op}: x", first)}
-    others = {"residual": residual, "weight": weight, "out": out, "residual_out": residual_out}
-    for role, operand in others.items():
-        views[role] = aligned(f"{op}: {role}", array(f"{op}: {role}", operand, [group.dtype]))
-        shaped(f"{op}: {role}", views[role], (group.hidden,) if role == "weight" else shape)
+    op = "allreduce_rmsnorm"
+    seen, tokens = group.rows(op, "x", x)
+    views, narrow = {"x": seen}, out_scale is not None
+    for role, operand in {"residual": residual, "weight": weight, "out": out, "residual_out": residual_out}.items():
+        dtype = E4M3 if role == "out" and narrow else group.dtype
+        views[role] = aligned(f"{op}: {role}", array(f"{op}: {role}", operand, [dtype]))
+        shaped(f"{op}: {role}", views[role], (group.hidden,) if role == "weight" else seen.shape)
+    if narrow:
+        views["out_scale"] = array(f"{op}: out_scale", out_scale, [np.dtype(np.float32)])
+        shaped(f"{op}: out_scale", views["out_scale"], (1,))
     for role in ("out", "residual_out"):
-        for other in ("x", "residual", "weight"):
-            if other == "weight" or views[other].address != views[role].address:
+        for other in [each for each in views if each not in ("out", "residual_out")]:
+            same = views[other].address == views[role].address and views[other].dtype == views[role].dtype
+            if other in ("weight", "out_scale") or not same:
                 apart(f"{op}: {role}", views[role], other, views[other])
     apart(f"{op}: residual_out", views["residual_out"], "out", views["out"])
-    cluster, block = group.launch_of(tokens)
-    function = f"{op}<{FLOATS[group.dtype]},{world.size},{cluster}>"
-    resident = kernel(device, op, function).occupancy(block) * device.multiprocessors
-    clusters = min(tokens, resident // (cluster * (world.size if world.virtual else 1)))
-    kind = zlib.crc32(f"{op} {tokens} {group.hidden} {group.dtype}".encode())
-    rank = -1 if world.virtual else world.ranks[place]
-    own = world.ranks[place]
-    args = (
-        *(x, residual, weight, out, residual_out, group.memory.every(own), group.memory.stride, group.mailboxes),
-        *(group.states[place], group.failures[place], rank, tokens, group.hidden, group.max_tokens, group.row_bytes),
-        *(kind, group.limit_ns, eps),
-    )
-    attributes: dict[str, Any] = {"cluster": cluster} if cluster > 1 else {}
-    if world.virtual:
-        attributes["cooperative"] = True
-    grid = (clusters * cluster, world.size) if world.virtual else clusters * cluster
-    return launch(where, op, function, grid if tokens else 0, block, args, after=after, name=name, **attributes)
+    ctype = FLOATS[group.dtype]
+    types = f"{ctype},{'__nv_fp8_e4m3' if narrow else ctype}"
+    operands = (x, residual, weight, out, residual_out, out_scale, eps)
+    return group.submit(where, op, op, types, tokens, group.protocol_of(tokens), operands, after=after, name=name)

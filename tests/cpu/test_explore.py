@@ -11,6 +11,7 @@ import shlex
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -157,16 +158,100 @@ def test_fixtures_want_a_script_that_is_there(
 def test_the_lowest_seed_that_failed_is_shown_whole(tmp_path: Path) -> None:
     """Of two that run at once the second one fails first."""
     script = tmp_path / "fails.py"
-    script.write_text("""import sys, time
+    script.write_text("""import time
 from drvkit.cpu.machine import machine
-first = machine.choose._random.random() == __import__("drvkit.cpu.explore").cpu.explore.Schedule(0)._random.random()
-time.sleep(2 * first)
-raise ValueError("x" * 300 + ("the end" if first else ""))
+seed = machine.choose.seed
+time.sleep(2 * (seed == 1))
+if seed:
+    raise ValueError("x" * 300 + ("the end" if seed == 1 else ""))
 """)
-    done = drvkit("explore", str(script), "--schedules", "2", "--jobs", "2")
-    assert done.stdout.startswith("seed 0 failed:\n"), done.stdout
-    assert "xthe end (seeds 0)" in done.stdout
-    assert done.stdout.endswith(" --seed 0\n")
+    done = drvkit("explore", str(script), "--schedules", "3", "--jobs", "2")
+    assert done.stdout.startswith("seed 1 failed:\n"), done.stdout
+    assert "xthe end (seeds 1)" in done.stdout
+    assert done.stdout.endswith(" --seed 1\n")
+
+
+ONCE = """import os, sys, time
+import numpy as np
+import drvkit as dk
+from drvkit.cpu.explore import once
+from drvkit.cpu.machine import machine
+with once():
+    print("before", os.getpid())
+    device = dk.Device()
+    stream = device.stream()
+    x = device.array(np.arange(32, dtype=np.int32))
+    text = "__global__ void doubled(int* x) { x[threadIdx.x] *= 2; }"
+    kernel = device.module(dk.Source.from_text(text, "doubled.cu")).kernel("doubled")
+"""
+
+
+def test_what_comes_once_is_done_once_and_each_schedule_begins_at_its_end(
+    tmp_path: Path, drvkit_explore: pytest_plugin.Explore
+) -> None:
+    script = tmp_path / "doubles.py"
+    script.write_text(
+        ONCE
+        + """
+for _ in range(2):
+    kernel.launch(stream, grid=1, block=32, args=(x,))
+stream.synchronize()
+print("after", os.getpid(), machine.choose.seed, *x.numpy()[:3])
+raise SystemExit(3)
+"""
+    )
+    said = [outcome.said.split() for outcome in drvkit_explore(script, seeds=range(5, 9))]
+    assert len({before for _, before, *_ in said}) == 1
+    assert len({after for _, _, _, after, *_ in said}) == 4
+    assert sorted(words[4:] for words in said) == [[str(seed), "0", "4", "8"] for seed in range(5, 9)]
+    again = drvkit("explore", str(script), "--seed", "7")
+    assert again.stdout.split()[4:] == ["7", "0", "4", "8"], "and so it is where one seed is replayed"
+
+
+def test_runs_that_parted_fail_are_late_and_end_like_others(
+    tmp_path: Path, drvkit_explore: pytest_plugin.Explore
+) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(
+        ONCE
+        + f"""
+open({str(tmp_path)!r} + f"/{{os.getpid()}}", "w").close()
+if machine.choose.seed:
+    time.sleep(60)
+raise ValueError("why")
+"""
+    )
+    runs = drvkit_explore(script, seeds=range(2), timeout=3)
+    assert {outcome.seed: outcome.why for outcome in runs} == {0: "ValueError: why", 1: "not done after 3 s"}
+    runs = drvkit_explore(script, seeds=[0, 1, 2])
+    next(runs)
+    runs.close()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{path.name}").exists() for path in tmp_path.glob("[0-9]*")):
+        assert time.monotonic() < deadline, "nothing goes on when nobody wants to know"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("with once():\n    raise ValueError('early')", "ValueError: early"),
+        (
+            "with once():\n    import threading; threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
+            "once: ",
+        ),
+        ("with once():\n    memory = dk.SymmetricMemory(dk.World.of_devices([device]), 16)", "once: "),
+        ("machine.choose(2)\nwith once():\n    pass", "once: "),
+    ],
+)
+def test_what_cannot_come_once_fails_in_each_schedule(
+    tmp_path: Path, code: str, said: str, drvkit_explore: pytest_plugin.Explore
+) -> None:
+    script = tmp_path / "cannot.py"
+    script.write_text(ONCE.partition("with once")[0] + "device = dk.Device()\n" + code)
+    outcomes = list(drvkit_explore(script, seeds=range(2)))
+    assert [outcome.seed for outcome in outcomes] == [0, 1]
+    assert all(said in outcome.why for outcome in outcomes), outcomes
 
 
 def test_the_command_stops_at_a_failure_and_says_how_to_see_it_again(tmp_path: Path) -> None:

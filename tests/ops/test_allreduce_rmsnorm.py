@@ -116,6 +116,15 @@ GROUP: dict[str, Any] = {"max_tokens": 4, "hidden": 64}
         ({"max_tokens": 0}, ValueError, "max_tokens: wanted at least 1, got 0"),
         ({"dtype": np.int32}, TypeError, "dtype: wanted float32, float16, bfloat16, got int32"),
         ({"timeout_s": 0}, ValueError, "timeout_s: wanted more than 0, got 0"),
+        ({"protocols": {"lamport": 3}}, ValueError, r"protocols: wanted rising numbers up to 4, got {'lamport': 3}"),
+        ({"protocols": {"lamport": 4, "flags": 2}}, ValueError, "protocols: wanted rising numbers up to 4"),
+        ({"protocols": {}}, ValueError, "protocols: wanted rising numbers up to 4, got {}"),
+        (
+            {"protocols": {"ring": 4}},
+            ValueError,
+            r"protocols: wanted lamport, packets, flags, two_shot, got \['ring'\]",
+        ),
+        ({"protocols": {"flags": 4.0}}, TypeError, r"protocols\['flags'\]: wanted an integer, got 4.0"),
     ],
     ids=str,
 )
@@ -184,14 +193,23 @@ def test_results_overlap_nothing_but_what_they_replace(device: Device, graph: Gr
 EXPLORED = Path(__file__).resolve().parent.parent / "cpu" / "explored" / "allreduce.py"
 
 
-def test_no_schedule_makes_it_wrong(drvkit_explore: Explore) -> None:
-    assert not failures(drvkit_explore(EXPLORED, "2", ranks=2, seeds=range(6)))
+@pytest.mark.parametrize("protocol", ["lamport", "packets", "flags", "two_shot", "flags+multicast"])
+def test_no_schedule_makes_it_wrong(drvkit_explore: Explore, protocol: str) -> None:
+    assert not failures(drvkit_explore(EXPLORED, "2", protocol, ranks=2, seeds=range(4)))
 
 
-def test_a_poll_that_looks_at_the_first_word_alone_is_found(drvkit_explore: Explore) -> None:
-    found = failures(drvkit_explore(EXPLORED, "2", "first word", ranks=2, seeds=range(6)))
+@pytest.mark.parametrize(
+    ("protocol", "bug", "said"),
+    [
+        ("lamport", "first word", "Arrays are not equal"),
+        ("packets", "first packet", "Arrays are not equal"),
+        ("flags", "no release", "Arrays are not equal"),
+    ],
+)
+def test_a_bug_is_found(drvkit_explore: Explore, protocol: str, bug: str, said: str) -> None:
+    found = failures(drvkit_explore(EXPLORED, "2", protocol, bug, ranks=2, seeds=range(6)))
     assert found
-    assert all("Arrays are not equal" in each.said for each in found)
+    assert all(said in each.said for each in found)
 
 
 # ---- the kernel ----------------------------------------------------------------------------------------------------
@@ -213,18 +231,81 @@ def ranks_of(kind: str, device: Device, size: int, **how: Any) -> Ranks:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dtype", "size"), [(bf16, 2), (f16, 3), (f32, 4)])
+@pytest.mark.parametrize(
+    ("dtype", "size", "protocol"), [(bf16, 2, "lamport"), (f16, 3, "two_shot"), (f32, 4, "flags"), (bf16, 2, "packets")]
+)
 def test_sizes_that_change_from_call_to_call(
-    device: Device, rng: np.random.Generator, kind: str, dtype: Any, size: int
+    device: Device, rng: np.random.Generator, kind: str, dtype: Any, size: int, protocol: str
 ) -> None:
-    hidden = 2048 if dtype is bf16 else 96
-    ranks = ranks_of(kind, device, size, max_tokens=17, hidden=hidden, dtype=dtype)
+    hidden = 2048 if dtype is bf16 else 608  # f16: 76 parts of 16 bytes, three warps
+    ranks = ranks_of(kind, device, size, max_tokens=17, hidden=hidden, dtype=dtype, protocols={protocol: 17})
     try:
         for tokens in (1, 17, 2, 3, 3, 8):
             host = given(rng, size, tokens, hidden, dtype)
             arrays = ranks.arrays(host)
             ranks.call(arrays)
             check(ranks.results(arrays), host)
+    finally:
+        ranks.close()
+
+
+MIXED = {"packets": 1, "lamport": 2, "flags": 4, "two_shot": 6}
+
+
+def test_protocols_take_turns_and_give_the_same_bits(device: Device, rng: np.random.Generator) -> None:
+    ranks = ranks_of("virtual", device, 3, max_tokens=6, hidden=600, protocols=MIXED)
+    try:
+        assert [ranks.group.protocol_of(tokens) for tokens in (1, 2, 3, 4, 5)] == [
+            *("packets", "lamport", "flags", "flags", "two_shot")
+        ]
+        host = given(rng, 3, 5, 600, bf16)
+        wanted: dict[str, NDArray[Any]] = {}
+        for tokens in (5, 1, 2, 4, 1, 5, 2, 3, 5, 5, 5):
+            arrays = ranks.arrays({name: each[:, :tokens] if each.ndim == 3 else each for name, each in host.items()})
+            ranks.call(arrays)
+            got = ranks.results(arrays)
+            wanted = wanted or got
+            for name, each in got.items():
+                assert_equal_bits(each, wanted[name][:, :tokens])
+        check(wanted, host)
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize("protocol", MIXED)
+def test_one_store_for_all_ranks_gives_the_same_bits(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, protocol: str
+) -> None:
+    """Multicast objects are made on the CPU device alone: on a host that others use too they are not to be."""
+    monkeypatch.setenv("DRVKIT_ENABLE_MULTICAST", "1")
+    for name in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST"):
+        monkeypatch.delenv(name, raising=False)
+    ranks = ranks_of("devices", Device("cpu"), 3, max_tokens=3, hidden=600, protocols={protocol: 3}, multicast=True)
+    try:
+        for tokens in (3, 1, 3, 2, 3):
+            host = given(rng, 3, tokens, 600, bf16)
+            arrays = ranks.arrays(host)
+            ranks.call(arrays)
+            check(ranks.results(arrays), host)
+    finally:
+        ranks.close()
+
+
+def test_results_of_8_bits(device: Device, rng: np.random.Generator) -> None:
+    ranks = ranks_of("virtual", device, 2, max_tokens=3, hidden=256)
+    host = given(rng, 2, 3, 256, bf16)
+    (of,) = ranks.arrays(host)
+    scale = np.array([0.01], f32)  # the largest are beyond 448
+    of |= {"out": device.zeros(host["x"].shape, ml_dtypes.float8_e4m3fn), "out_scale": device.array(scale)}
+    try:
+        ranks.call([of])
+        got = ranks.results([of])
+        out, h = ref.allreduce_rmsnorm(host["x"], host["residual"], host["weight"], out_scale=float(scale[0]))
+        assert_equal_bits(got["residual_out"], h)
+        assert np.abs(out).max() > 448
+        assert_close(
+            got["out"].astype(f32), np.clip(out, -448, 448).astype(f32), rtol=2**-4 + 2**-10, atol=2**-10, why="e4m3"
+        )
     finally:
         ranks.close()
 
@@ -298,6 +379,29 @@ def test_a_rank_that_does_not_come_is_named_and_the_group_goes_on_after_a_reset(
         ranks.group.reset()
         ranks.call(arrays)
         check(ranks.results(arrays), host)
+    finally:
+        ranks.close()
+
+
+def test_all_ranks_are_told_who_did_not_come(device: Device, rng: np.random.Generator) -> None:
+    """The one that waits longest hears of it from another one, which names who is missing."""
+    ranks = ranks_of("devices", device, 3, max_tokens=4, hidden=64, timeout_s=0.2)
+    arrays = ranks.arrays(given(rng, 3, 3, 64, bf16))
+    try:
+        ranks.group.limit_ns = 10**11
+        allreduce_rmsnorm(ranks.streams[2], ranks.group, **arrays[2])  # would wait for a hundred seconds
+        ranks.group.limit_ns = 2 * 10**8
+        allreduce_rmsnorm(ranks.streams[0], ranks.group, **arrays[0])
+        for stream in ranks.streams:
+            stream.synchronize()
+        assert np.isnan(arrays[2]["out"].numpy().astype(f32)).all()
+        with pytest.raises(WorldError, match="rank 0 waited in call 1 for rank 1, which did not come") as told:
+            ranks.group.check()
+        assert told.value.rank == 1
+        ranks.group.failures[0].host[:] = 0
+        with pytest.raises(WorldError, match="rank 2 ended call 1, as rank 0 had waited for rank 1 in vain") as told:
+            ranks.group.check()
+        assert told.value.rank == 1
     finally:
         ranks.close()
 

@@ -64,6 +64,7 @@ class State:
 
     def __init__(self) -> None:
         self.initialized = self.lost = False
+        self.parts = False  # this process goes on in its forks
         self.contexts: dict[int, Context] = {}
         self.used: dict[int, int] = dict.fromkeys(range(DEVICES), 0)  # bytes of device memory
         self.pools: dict[int, Pool] = {}  # what devices allocate from
@@ -86,7 +87,7 @@ thread_state = ThreadState()
 
 def _forked() -> None:
     """The driver cannot be used in the child of a process that used it."""
-    if state.initialized:
+    if state.initialized and not state.parts:
         state.initialized, state.lost = False, True
         handles.forget_all()
 
