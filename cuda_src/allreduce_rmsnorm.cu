@@ -36,14 +36,12 @@ __global__ void __launch_bounds__(dk::kMostThreads<kRanks>, 1)
   const int first = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
   const long long before = rank < 0 ? 1ll * blockIdx.y * tokens : 0;  // rows of other virtual ranks
   const auto at = [&](int token) { return (before + token) * hidden + chunk * kElements; };
-  const auto load = [&](int token) {
+  const auto own = [&](int token) {
     return inside ? dk::present<T>(*reinterpret_cast<const uint4*>(x + at(token))) : uint4{};
   };
 
   dk::wait_for_kernels_before();
   dk::let_kernels_behind_start();
-  const uint4 of_first = load(first);  // on its way while the state of the group is read
-  const auto own = [&](int token) { return token == first ? of_first : load(token); };
   dk::Call<kRanks> call(parts, everywhere, stride, states, failures, rank, call_kind, limit_ns);
   call.tell();
   const int row_bytes = hidden * static_cast<int>(sizeof(T));

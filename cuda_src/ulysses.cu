@@ -123,6 +123,7 @@ __device__ void exchange(const Way& way, dk::Call<kRanks>& call, long long mailb
   } else {
     // Blocks begin with different ranks, so that what is for this one is copied while the wire is busy.
     bool all_have_begun = false;
+    call.failed = __syncthreads_or(call.failed);  // some threads may know it before others
     for (int i = 0; i < kRanks && !call.failed; ++i) {
       const int to = (me + 1 + (blockIdx.x + i) % kRanks) % kRanks;
       if (to != me && !all_have_begun) {

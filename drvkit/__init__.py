@@ -12,6 +12,7 @@ from .graph import Condition, Edge, Graph, GraphError
 from .lifetime import ClosedError, Live, live
 from .memory import Buffer, MemoryPool
 from .module import Kernel, Launch, Module
+from .nccl import Nccl
 from .node import Node, Port, WaitValue, WriteValue
 from .replay import Exec
 from .signature import ArgumentError
@@ -44,6 +45,7 @@ __all__ = [
     "Live",
     "MemoryPool",
     "Module",
+    "Nccl",
     "Node",
     "Pad",
     "PeerMemory",

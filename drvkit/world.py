@@ -74,16 +74,16 @@ class Alone:
     """All ranks are of this process."""
 
     alarm: Sequence[socket.socket] = ()
-    failure: WorldError | None = None
+    failure: str | None = None
 
     def gather(self, what: str, values: list[Any]) -> list[Any]:
         if self.failure is not None:
-            raise self.failure
+            raise WorldError(None, self.failure)
         given: list[Any] = json.loads(json.dumps(values))  # as it would come from another process
         return given
 
     def fail(self, reason: str) -> None:
-        self.failure = WorldError(None, reason)
+        self.failure = reason
 
     def split(self, world: World, members: list[int]) -> Transport:
         return Alone()
@@ -242,9 +242,11 @@ class World:
                 raise WorldError(self._failure.rank, self._failure.reason)
             try:
                 return transport.gather(what, list(values))
+            except WorldError as error:
+                self._failure = WorldError(error.rank, error.reason)  # without what a traceback holds
+                raise
             except BaseException as error:
-                interrupted = WorldError(None, f"{what} was interrupted by {error!r}")
-                self._failure = error if isinstance(error, WorldError) else interrupted
+                self._failure = WorldError(None, f"{what} was interrupted by {error!r}")
                 raise
 
     def barrier(self) -> None:

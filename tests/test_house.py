@@ -37,6 +37,7 @@ ORDER = (
         "rendezvous",
         "symmetric",
         "channel",
+        "nccl",
         "ref",
         "ops",
         "cpu",

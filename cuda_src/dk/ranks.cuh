@@ -107,8 +107,13 @@ struct Call {
         code = kAborted, by = rank, from = told - 1;
     const unsigned long long now = time_ns();
     if (!begun_ns) begun_ns = now;
-    if (!code && now - begun_ns >= limit_ns) code = kTimedOut;
-    if (code) fail(code, from, by, seen);
+    if (!code && now - begun_ns >= limit_ns) {
+      code = kTimedOut;
+#pragma unroll 1
+      for (int rank = 0; rank < kRanks && has_come(from); ++rank)  // who has come may itself wait for another one
+        if (rank != me && !has_come(rank)) from = rank;
+    }
+    if (code) fail(code, from, by);
     else failed = load_relaxed_gpu(&state()->failed) != 0;  // another thread found out
     return !failed;
   }
@@ -126,9 +131,12 @@ struct Call {
       if (!again(from)) return;
   }
 
-  __device__ void fail(unsigned code, int rank, int by, unsigned long long seen) {
+  __device__ void fail(unsigned code, int rank, int by) {
     failed = true;
     if (atomicExch(&state()->failed, code)) return;
+    unsigned long long seen = 0;  // the rank's newest call, of whatever generation
+#pragma unroll 1
+    for (int each = 0; each < kGenerations; ++each) seen = max(seen, load_relaxed_sys_8(&lines(me)->calls[each][rank]));
     for (int other = 0; other < kRanks && code != kAborted; ++other)
       if (other != me) store_relaxed_sys(&lines(other)->aborts[me], static_cast<unsigned>(rank + 1));
     Failure* const failure = failures + (is_virtual ? blockIdx.y : 0);

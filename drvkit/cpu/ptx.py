@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -522,8 +523,7 @@ class _Parser:
             elif not word:
                 raise PtxError(f"the text ends in the middle of function {function.label}")
             else:
-                names = {name: full for scope in scopes for name, full in scope.items()}
-                function.body.append(self.instruction(names))
+                function.body.append(self.instruction(ChainMap(*reversed(scopes))))
 
     def declare(self, scopes: list[dict[str, str]], name: str, taken: dict[str, object] | dict[str, Variable]) -> str:
         full = name
@@ -561,7 +561,7 @@ class _Parser:
 
     # An instruction
 
-    def instruction(self, names: dict[str, str]) -> Instruction:
+    def instruction(self, names: Mapping[str, str]) -> Instruction:
         line, location = self.lines[self.at], self.locations[self.at]
         guard, negated = None, False
         if self.eat("@"):
@@ -584,7 +584,7 @@ class _Parser:
                 raise self.error(f"wanted ',' or ';' after an operand of {word}, got {self.peek()!r}")
         return Instruction(opcode, tuple(modifiers), tuple(operands), guard, negated, line, location)
 
-    def operand(self, names: dict[str, str]) -> Operand:
+    def operand(self, names: Mapping[str, str]) -> Operand:
         word = self.next()
         if word in ("{", "("):
             elements = []
@@ -619,7 +619,7 @@ class _Parser:
             self.at -= 1
             raise self.error(f"wanted a number, got {self.peek()!r}") from None
 
-    def named(self, word: str, names: dict[str, str]) -> Operand:
+    def named(self, word: str, names: Mapping[str, str]) -> Operand:
         if word == "_":
             return None
         full = names.get(word)
@@ -634,7 +634,7 @@ class _Parser:
             return Immediate(32, "int")
         return Symbol(word)
 
-    def memory(self, names: dict[str, str]) -> Memory:
+    def memory(self, names: Mapping[str, str]) -> Memory:
         base: Operand = self.operand(names)
         offset = 0
         if isinstance(base, Symbol):

@@ -15,8 +15,17 @@ from numpy.typing import NDArray
 from drvkit.channel import Channel
 from drvkit.device import Device
 from drvkit.graph import Graph
+from drvkit.nccl import Nccl, binding
 from drvkit.ops.allreduce_rmsnorm import AllReduce
-from drvkit.ops.collectives import AllGather, all_gather, allreduce, barrier, reduce_scatter
+from drvkit.ops.collectives import (
+    AllGather,
+    AllReduceOfGroups,
+    all_gather,
+    allreduce,
+    allreduce_of_groups,
+    barrier,
+    reduce_scatter,
+)
 from drvkit.ref import collectives as ref
 from drvkit.world import World, WorldError
 
@@ -184,3 +193,114 @@ def test_operands_that_do_not_fit_are_refused(device: Device, graph: Graph, made
         with pytest.raises(error, match=f"^{message}"):
             op(graph, group, x, out)
     assert not graph.nodes
+
+
+# Groups of groups
+
+
+def two_groups(kind: str, device: Device, made: ExitStack) -> tuple[list[World], list[World | Nccl]]:
+    """Of two ranks each, on two devices or on one; and what is between them."""
+    if kind == "virtual, NCCL":
+        if device.driver.kind == "cpu":
+            pytest.skip("NCCL is for GPUs")
+        try:
+            binding()
+        except ImportError as error:
+            pytest.skip(str(error))
+    every = made.enter_context(world_of("devices", device, 4 if kind == "devices" else 2))
+    if kind == "devices":
+        groups = [made.enter_context(World.of_devices(every.devices[i : i + 2])) for i in (0, 2)]
+        return groups, [made.enter_context(World.of_devices(every.devices[i::2])) for i in range(2)]
+    groups = [made.enter_context(World.of_virtual(each, 2)) for each in every.devices]
+    return groups, [made.enter_context(Nccl(every)) if kind == "virtual, NCCL" else every]
+
+
+@pytest.mark.parametrize("kind", ["devices", "virtual", "virtual, NCCL"])
+def test_groups_of_ranks_have_one_sum(device: Device, rng: np.random.Generator, made: ExitStack, kind: str) -> None:
+    worlds, between = two_groups(kind, device, made)
+    groups = made.enter_context(AllReduceOfGroups(worlds, between, max_tokens=5, hidden=48, dtype=f16))
+    places = [(g, ...) if world.virtual else (g, r) for g, world in enumerate(worlds) for r in world.ranks]
+    places = list(dict.fromkeys(places))
+    devices = list(groups.parts)
+    streams = [made.enter_context(each.stream()) for each in devices]
+    for tokens in (3, 5, 1):
+        x = rng.normal(size=(2, 2, tokens, 48)).astype(f16)
+        xs = [each.zeros(x[place].shape, f16) for each, place in zip(devices, places, strict=True)]
+        outs, copies = ([each.device.array(np.full(each.shape, 7, f16)) for each in xs] for _ in range(2))
+        exes = []
+        for each, *arrays in zip(devices, xs, outs, copies, strict=True):
+            graph = made.enter_context(Graph(each, "between hosts"))
+            node = allreduce_of_groups(graph, groups, arrays[0], arrays[1], name="sum")
+            graph.memcpy(arrays[2], arrays[1], after=node, name="use")
+            exes.append(made.enter_context(graph.instantiate()))
+        for _ in range(2):
+            x = rng.normal(size=x.shape).astype(f16)
+            for array, place in zip(xs, places, strict=True):
+                array.copy_from(x[place])
+            for exe, stream in zip(exes, streams, strict=True):
+                exe.launch(stream)
+            for stream in streams:
+                stream.synchronize()
+            groups.check()
+            wanted = np.broadcast_to(ref.allreduce_of_groups(x), x.shape)
+            for copy, place in zip(copies, places, strict=True):
+                assert_equal_bits(copy.numpy(), wanted[place])
+        for array, stream in zip(xs, streams, strict=True):  # in place, without a graph
+            allreduce_of_groups(stream, groups, array, array)
+        for array, stream, place in zip(xs, streams, places, strict=True):
+            stream.synchronize()
+            assert_equal_bits(array.numpy(), wanted[place])
+
+
+def test_a_group_that_does_not_come_is_named(device: Device, made: ExitStack) -> None:
+    worlds, between = two_groups("virtual", device, made)
+    how: dict[str, Any] = {"max_tokens": 2, "hidden": 32, "dtype": f16, "timeout_s": 0.2}
+    groups = made.enter_context(AllReduceOfGroups(worlds, between, **how))
+    first, other = groups.parts
+    with first.stream() as stream, other.stream() as theirs:
+        x, out = first.array(np.ones((2, 2, 32), f16)), first.zeros((2, 2, 32), f16)
+        allreduce_of_groups(stream, groups, x, out)
+        stream.synchronize()
+        assert np.isnan(out.numpy()).all()
+        with pytest.raises(WorldError, match="rank 0 waited in call 1 for rank 1"):
+            groups.check()
+        groups.reset()
+        y = other.array(np.ones((2, 2, 32), f16))
+        for where, each in ((stream, x), (theirs, y)):
+            allreduce_of_groups(where, groups, each, each)
+        for where, each in ((stream, x), (theirs, y)):
+            where.synchronize()
+            assert (each.numpy() == 4).all()
+        groups.check()
+
+
+def test_groups_that_do_not_fit_are_refused(device: Device, made: ExitStack) -> None:
+    worlds, between = two_groups("virtual", device, made)
+    alone = made.enter_context(World.of_virtual(device, 4))
+    how: dict[str, Any] = {"groups": worlds, "between": between, "max_tokens": 2, "hidden": 32, "dtype": f16}
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("groups: wanted worlds of one size and kind", {"groups": [worlds[0], alone]}),
+        ("between: wanted all devices of .* once", {"between": []}),
+        ("between: wanted all devices of .* once", {"between": between * 2}),
+        ("hidden: wanted rows of a multiple of 16 bytes for each of 2 ranks, got 20", {"hidden": 20}),
+    ]
+    for message, changed in changes:
+        with pytest.raises(ValueError, match=f"^AllReduceOfGroups: {message}"):
+            AllReduceOfGroups(**(how | changed))
+    groups = made.enter_context(AllReduceOfGroups(**how))
+    with Graph(device, "refused") as graph:
+        for message, shape in (("wanted shape \\(2, tokens, 32\\)", (2, 32)), ("x has 3 tokens", (2, 3, 32))):
+            x = device.zeros(shape, f16)
+            with pytest.raises(ValueError, match=f"^allreduce_of_groups: .*{message}"):
+                allreduce_of_groups(graph, groups, x, x)
+        assert not graph.nodes
+        x = device.zeros((2, 0, 32), f16)
+        assert [allreduce_of_groups(graph, groups, x, x, name="none")] == [graph["none"]]
+
+
+def test_ranks_at_different_places_do_not_exchange(made: ExitStack) -> None:
+    groups, _ = two_groups("devices", Device("cpu"), made)
+    (first, second), crossed = groups[0].devices, groups[1].devices[::-1]
+    between = [made.enter_context(World.of_devices(pair)) for pair in ((first, crossed[0]), (second, crossed[1]))]
+    with pytest.raises(ValueError, match=r"^AllReduceOfGroups: between: wanted ranks at one place of their groups"):
+        AllReduceOfGroups(groups, between, max_tokens=2, hidden=32)

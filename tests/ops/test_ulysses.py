@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -12,9 +13,11 @@ import pytest
 from compare import assert_close, assert_equal_bits
 from numpy.typing import NDArray
 
+from drvkit.cpu.explore import failures
 from drvkit.device import Device
 from drvkit.graph import Graph
 from drvkit.ops.ulysses import Ulysses, ulysses_to_heads, ulysses_to_tokens
+from drvkit.pytest_plugin import Explore
 from drvkit.ref import ulysses as ref
 from drvkit.world import World, WorldError
 
@@ -210,6 +213,20 @@ def test_a_rank_that_does_not_come_leaves_no_result(device: Device, rng: np.rand
             ranks.group.reset()
             ranks.call(ulysses_to_heads, [x, x, x], None)
             assert not np.isnan(np.array(ranks.results("q", [8, 8]))).any()
+
+
+EXPLORED = Path(__file__).resolve().parent.parent / "cpu" / "explored" / "ulysses.py"
+
+
+def test_no_schedule_makes_it_wrong(drvkit_explore: Explore) -> None:
+    assert not failures(drvkit_explore(EXPLORED, "2", "flags", ranks=2, seeds=range(10)))
+    assert not failures(drvkit_explore(EXPLORED, "2", "packets", ranks=2, seeds=range(10)))
+
+
+def test_a_rank_that_does_not_wait_for_the_receiver_is_found(drvkit_explore: Explore) -> None:
+    found = failures(drvkit_explore(EXPLORED, "2", "flags", "eager", ranks=2, seeds=range(10)))
+    assert found
+    assert all("Arrays are not equal" in each.said for each in found)
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
