@@ -5,13 +5,15 @@ An `Image` is what the driver (or the CPU device) loads. One that was made elsew
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache as cached
 from importlib import metadata
@@ -146,7 +148,7 @@ class Cache:
     """
 
     LIMIT_BYTES = 512 * 2**20
-    _ENTRY, _TEMPORARY = ".image", ".image.tmp"
+    _ENTRY, _TEMPORARY, _LOCK = ".image", ".image.tmp", ".lock"
 
     def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
         """``directory`` is by default ``$DRVKIT_CACHE_DIR``, else the user's cache directory."""
@@ -195,16 +197,39 @@ class Cache:
         else:
             self.problem = None
 
+    @contextmanager
+    def alone(self, key: str) -> Iterator[None]:
+        """While one process makes what this key is to have, others wait, and then find it: ranks that start together
+        compile a kernel once. Blocks of several keys are not to be nested."""
+        number = f"{zlib.crc32(key.encode()) % 256:02x}"  # as many files, which stay
+        try:
+            handle = os.open(self._made() / (number + self._LOCK), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        except OSError:  # then nothing is kept either
+            yield
+            return
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # a fork may have it, too
+            os.close(handle)
+
     def clear(self) -> None:
         """Removes all entries; whatever else is in the directory stays."""
         for path, _ in self._files():
             path.unlink(missing_ok=True)
 
-    def _write(self, name: str, content: bytes) -> None:
+    def _made(self) -> Path:
         directory = self.directory
         if not directory.is_absolute():  # a user without a home
             raise FileNotFoundError(f"no place for a cache: {directory} is not absolute")
         directory.mkdir(parents=True, exist_ok=True)
+        return directory
+
+    def _write(self, name: str, content: bytes) -> None:
+        directory = self._made()
         handle, temporary = tempfile.mkstemp(dir=directory, suffix=self._TEMPORARY)
         try:
             with open(handle, "wb") as file:
@@ -288,20 +313,22 @@ def build(
         cache = None
     key = _key(source, names, automatic, kind, flags)
     entry = cache.load(key) if cache else None
-    if entry:
-        header, data = entry
-        return Image(kind, arch, data, header["lowered"], source, header["log"])
-    while True:
-        try:
-            data, lowered, log = _compile(source, names, arch, kind, flags)
-            break
-        except CompileError as error:
-            if not automatic or not error.only_names():
-                raise
-            names = [name for name in names if name not in error.unresolved]
-    if cache:
-        cache.store(key, {"lowered": lowered, "log": log}, data)
-    return Image(kind, arch, data, lowered, source, log)
+    if entry is None:
+        with cache.alone(key) if cache else nullcontext():
+            entry = cache.load(key) if cache else None
+            while entry is None:
+                try:
+                    data, lowered, log = _compile(source, names, arch, kind, flags)
+                except CompileError as error:
+                    if not automatic or not error.only_names():
+                        raise
+                    names = [name for name in names if name not in error.unresolved]
+                    continue
+                entry = {"lowered": lowered, "log": log}, data
+                if cache:
+                    cache.store(key, *entry)
+    header, data = entry
+    return Image(kind, arch, data, header["lowered"], source, header["log"])
 
 
 def _texts(what: str, given: Sequence[str]) -> tuple[str, ...]:

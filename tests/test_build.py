@@ -8,6 +8,8 @@ import os
 import pickle
 import re
 import struct
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,11 @@ PLAIN = Source.from_text("__global__ void plain(float* x) { *x = 1; }")
 @pytest.fixture
 def cache(tmp_path: Path) -> Cache:
     return Cache(tmp_path / "cache")
+
+
+def kept(cache: Cache) -> list[Path]:
+    """What is in its directory besides locks."""
+    return [path for path in cache.directory.iterdir() if path.suffix != ".lock"]
 
 
 @pytest.fixture
@@ -398,7 +405,7 @@ def flip(data: bytes, at: int) -> bytes:
 )
 def test_a_damaged_entry_is_compiled_again(cache: Cache, compiled: list[Any], damage: Callable[[bytes], bytes]) -> None:
     build(PLAIN, arch="sm_90", cache=cache)
-    (entry,) = cache.directory.iterdir()
+    (entry,) = kept(cache)
     whole = entry.read_bytes()
     entry.write_bytes(damage(whole))
     assert build(PLAIN, arch="sm_90", cache=cache).data == b"code"
@@ -408,7 +415,7 @@ def test_a_damaged_entry_is_compiled_again(cache: Cache, compiled: list[Any], da
 
 def test_an_entry_under_a_foreign_name_is_not_believed(cache: Cache) -> None:
     cache.store("a", {}, b"data")
-    (entry,) = cache.directory.iterdir()
+    (entry,) = kept(cache)
     entry.rename(entry.with_name(entry.name.replace("a", "b", 1)))
     assert cache.load("b") is None
 
@@ -431,7 +438,7 @@ def test_processes_that_write_at_once_never_read_a_half(cache: Cache) -> None:
         results = pool.starmap(write_and_read, [(cache.directory, number) for number in range(4)], chunksize=1)
     assert [good for _, good in results] == [100] * 4
     assert len({data for data, _ in results}) == 1
-    assert len(list(cache.directory.iterdir())) == 3 + 1  # no temporary file is left
+    assert len(kept(cache)) == 3 + 1  # no temporary file is left
 
 
 def test_a_place_that_cannot_be_is_no_hindrance(compiled: list[Any], tmp_path: Path) -> None:
@@ -456,7 +463,7 @@ def test_a_read_only_place_still_gives_what_it_has(
     build(SCALE, arch="sm_90", cache=cache)
     assert "read-only" in str(cache.problem)
     monkeypatch.undo()
-    assert len(list(cache.directory.iterdir())) == 1
+    assert len(kept(cache)) == 1
 
 
 def test_a_failed_write_leaves_nothing_behind(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,7 +473,7 @@ def test_a_failed_write_leaves_nothing_behind(cache: Cache, monkeypatch: pytest.
     monkeypatch.setattr(os, "replace", refuse)
     cache.store("key", {}, b"data")
     assert "No space left" in str(cache.problem)
-    assert list(cache.directory.iterdir()) == []
+    assert kept(cache) == []
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -503,7 +510,7 @@ def test_what_was_not_used_for_longest_goes_first(cache: Cache, monkeypatch: pyt
     monkeypatch.setattr(Cache, "LIMIT_BYTES", 2500)
     another = Cache(cache.directory)  # looks at the directory with its first file
     another.store("newest", {}, bytes(1000))
-    assert {path.name for path in cache.directory.iterdir()} == {"used.image", "newest.image", "foreign"}
+    assert {path.name for path in kept(cache)} == {"used.image", "newest.image", "foreign"}
     for i in range(50):
         another.store(str(i), {}, bytes(50))  # and again after a sixteenth of the limit
         assert sum(path.stat().st_size for path in cache.directory.glob("*.image")) < 2500 * 17 / 16 + 200
@@ -514,12 +521,12 @@ def test_clear_removes_the_entries_only(cache: Cache) -> None:
     cache.store("key", {}, b"data")
     (cache.directory / "foreign").touch()
     cache.clear()
-    assert [path.name for path in cache.directory.iterdir()] == ["foreign"]
+    assert [path.name for path in kept(cache)] == ["foreign"]
 
 
 def test_what_only_looks_like_an_entry_is_in_nobodys_way(cache: Cache, compiled: list[Any]) -> None:
     build(PLAIN, arch="sm_90", cache=cache)
-    (entry,) = cache.directory.iterdir()
+    (entry,) = kept(cache)
     entry.unlink()
     entry.mkdir()
     (cache.directory / "link.image").symlink_to(cache.directory / "nowhere")
@@ -527,7 +534,7 @@ def test_what_only_looks_like_an_entry_is_in_nobodys_way(cache: Cache, compiled:
     assert "directory" in str(cache.problem)
     cache.store("key", {}, b"data")
     cache.clear()
-    assert {path.name for path in cache.directory.iterdir()} == {entry.name, "link.image"}
+    assert {path.name for path in kept(cache)} == {entry.name, "link.image"}
     assert len(compiled) == 2
 
 
@@ -541,3 +548,24 @@ def test_compiling_changes_no_bytes_that_others_share() -> None:
 def test_a_kind_that_there_is_not() -> None:
     with pytest.raises(ValueError, match="kind: wanted cubin or ptx, got 'sass'"):
         build(Source.from_text("__global__ void k() {}"), arch="sm_90", kind="sass", cache=None)  # type: ignore[arg-type]
+
+
+def test_who_comes_while_another_makes_it_finds_it(tmp_path: Path) -> None:
+    """Threads stand for processes: a lock is of whoever has opened the file."""
+    cache, made = Cache(tmp_path), list[str]()
+
+    def work() -> None:
+        if cache.load("key") is None:
+            with cache.alone("key"):
+                if cache.load("key") is None:
+                    made.append("once")
+                    time.sleep(0.1)
+                    cache.store("key", {}, b"image")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == ["once"]
+    assert cache.load("key") == ({}, b"image")

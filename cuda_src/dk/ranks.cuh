@@ -110,7 +110,7 @@ struct Call {
     if (!code && now - begun_ns >= limit_ns) {
       code = kTimedOut;
 #pragma unroll 1
-      for (int rank = 0; rank < kRanks && has_come(from); ++rank)  // who has come may itself wait for another one
+      for (int rank = 0; kRanks > 2 && rank < kRanks && has_come(from); ++rank)  // who has come may wait itself
         if (rank != me && !has_come(rank)) from = rank;
     }
     if (code) fail(code, from, by);

@@ -217,8 +217,13 @@ class Function:
         if self._key not in _linked:
             if self._code is None:
                 assert self._ir is not None
-                self._code = compiler.machine_code(self._ir, hurry=len(self._ir) > compiler.LONG)
-                DEFAULT_CACHE.store(self._key, vars(self.compiled), self._code)
+                with DEFAULT_CACHE.alone(self._key):
+                    entry = DEFAULT_CACHE.load(self._key)
+                    if entry is not None:
+                        self._code = entry[1]
+                    else:
+                        self._code = compiler.machine_code(self._ir, hurry=len(self._ir) > compiler.LONG)
+                        DEFAULT_CACHE.store(self._key, vars(self.compiled), self._code)
             (_linked[self._key],) = compiler.link(self._code, SYMBOL)
         return _linked[self._key]
 

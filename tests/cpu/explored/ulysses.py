@@ -65,7 +65,7 @@ with once():
         )
 
 total = sum(TOKENS)
-how: dict[str, Any] = {"heads": RANKS, "kv_heads": RANKS, "dim": DIM, "dtype": f32, "timeout_s": 5}
+how: dict[str, Any] = {"heads": RANKS, "kv_heads": RANKS, "dim": DIM, "dtype": f32, "timeout_s": 30}
 up_to = 1 << 10 if PROTOCOL == "packets" else 0
 with World.of_devices(devices) as world, Ulysses(world, max_tokens=total, packets_up_to=up_to, **how) as group:
     for call in calls:
