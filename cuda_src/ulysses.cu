@@ -127,9 +127,12 @@ __device__ void exchange(const Way& way, dk::Call<kRanks>& call, long long mailb
     for (int i = 0; i < kRanks && !call.failed; ++i) {
       const int to = (me + 1 + (blockIdx.x + i) % kRanks) % kRanks;
       if (to != me && !all_have_begun) {
-        if (thread < kRanks && thread != me)
+        if (thread < kRanks && thread != me) {
           while (!call.has_come(thread))
             if (!call.again(thread)) break;
+          int by, waited_for;  // who has begun may have failed since: what it has now is to stay
+          if (!call.failed && call.aborted(by, waited_for)) call.fail(dk::kAborted, waited_for, by);
+        }
         call.failed = __syncthreads_or(call.failed);
         all_have_begun = true;
       }

@@ -12,12 +12,16 @@ from typing import Any, Self
 import numpy as np
 
 from .device import Device, Stream
+from .lifetime import ClosedError
+from .module import Kernel
 from .symmetric import SymmetricMemory
-from .world import World, WorldError
+from .world import World, WorldError, seconds
 
 __all__ = ["Channel"]
 
 MOST_RANKS, GENERATIONS = 8, 3
+PROTOCOLS = ("lamport", "packets", "flags", "two_shot")  # by their number in dk/protocols.cuh
+PER_MULTIPROCESSOR = 2  # blocks that are enough to keep the wire busy
 # Of each rank's part, in bytes: the lines before the flags, the flags of a block, what areas begin at a multiple of.
 LINES, FLAGS, ALIGNMENT = GENERATIONS * MOST_RANKS * 8 + 2 * MOST_RANKS * 4, MOST_RANKS * 4, 256
 # By code, of ranks waiting, waited for and telling.
@@ -32,6 +36,8 @@ class Channel:
     """What the calls of a group need: every rank makes it at the same time, and then the same calls in the same order,
     on streams or as nodes of graphs that are replayed any number of times. One call is in flight at a time: one that
     comes on another stream than the last waits for that; who launches graphs on several streams sees to it himself.
+    A call may take a whole device: calls of two groups that could be on it at a time need an order of their own, the
+    same on all ranks, by events or edges.
 
     Args:
         world: of 2 to 8 ranks.
@@ -53,8 +59,8 @@ class Channel:
         what = type(self).__name__
         if not 2 <= world.size <= MOST_RANKS:
             raise ValueError(f"{what}: world: wanted 2 to {MOST_RANKS} ranks, got {world.size}")
-        if not timeout_s > 0:
-            raise ValueError(f"{what}: timeout_s: wanted more than 0, got {timeout_s!r}")
+        if not 1e-6 <= seconds(timeout_s) <= 1e6:
+            raise ValueError(f"{what}: timeout_s: wanted 1e-6 to 1e6, got {timeout_s!r}")
         self.world, self.multicast, self.limit_ns = world, multicast, round(timeout_s * 1e9)
         self.areas, self.offsets, end = dict(areas), dict[str, int](), LINES + blocks * FLAGS
         for name, (nbytes, _) in areas.items():
@@ -86,6 +92,8 @@ class Channel:
 
     def check(self) -> None:
         """Raise a `WorldError` for what a finished call of this process found wrong. Does not wait."""
+        if self.memory.closed:
+            raise ClosedError(f"{type(self).__name__} of {self.world!r} is closed")
         for place, failure in enumerate(self.failures):
             for virtual, (code, call, rank, by, block, thread, seen, _) in enumerate(failure.host.tolist()):
                 if code:
@@ -95,6 +103,12 @@ class Channel:
                     raise WorldError(rank, f"{type(self).__name__}: {cause} (block {block}, thread {thread}{newest})")
 
     # For the ops
+
+    @classmethod
+    def wanted(cls, op: str, group: object) -> None:
+        """Refuse what is no group of this kind."""
+        if not isinstance(group, cls):
+            raise TypeError(f"{op}: group: wanted {cls.__name__}, got {type(group).__name__}")
 
     def place(self, op: str, device: Device) -> int:
         """Which of this process's devices it is."""
@@ -112,13 +126,27 @@ class Channel:
             *(self.states[place], self.failures[place], -1 if self.world.virtual else own, number, self.limit_ns),
         )
 
-    def follow(self, place: int, where: object) -> None:
+    def blocks(self, ready: Kernel, block: int, wanted: int) -> int:
+        """Of a rank: no more than are on the device at a time, for they wait for each other."""
+        resident = min(ready.occupancy(block), PER_MULTIPROCESSOR) * ready.device.multiprocessors
+        return min(wanted, resident // (self.world.size if self.world.virtual else 1))
+
+    def spread(self, blocks: int) -> tuple[Any, dict[str, Any]]:
+        """The grid that gives each rank of a launch so many blocks, and its attributes."""
+        return ((blocks, self.world.size), {"cooperative": True}) if self.world.virtual else (blocks, {})
+
+    def follow(self, op: str, place: int, where: object) -> None:
         """The next call of a device comes on ``where``."""
         if not isinstance(where, Stream) or where.capturing is not None:
             return
-        last, self._last[place] = self._last[place], where
-        if last is not None and last is not where and not last.closed and last.capturing is None:
+        last = self._last[place]
+        if last is not None and last is not where and not last.closed:
+            if last.capturing is not None:
+                raise ValueError(
+                    f"{op}: the call before is on {last!r}, which is being captured: it cannot be waited for"
+                )
             where.wait(last.record())
+        self._last[place] = where
 
     def close(self) -> None:
         for each in (*self.states, *self.failures):

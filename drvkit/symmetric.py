@@ -105,8 +105,8 @@ class SymmetricMemory(_OfRanks):
     kind = "symmetric memory"
 
     def __init__(self, world: World, nbytes: int, *, multicast: bool = False) -> None:
-        if nbytes < 1:
-            raise ValueError(f"SymmetricMemory: nbytes: wanted at least 1, got {nbytes!r}")
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int | np.integer) or nbytes < 1:
+            raise ValueError(f"SymmetricMemory: nbytes: wanted an integer of at least 1, got {nbytes!r}")
         if multicast and (world.virtual or world.size < 2):
             raise ValueError(f"SymmetricMemory: multicast: wanted two devices or more, a rank each, got {world!r}")
         self.world, self.nbytes = world, nbytes

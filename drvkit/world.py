@@ -132,13 +132,13 @@ class World:
         names = [device.id for device in made]
         if not made or len(set(names)) < len(names):
             raise ValueError(f"a world of devices: wanted different ones, got {names} (of_virtual has ranks on one)")
-        return cls(len(made), range(len(made)), made, Alone(), _seconds(timeout_s))
+        return cls(len(made), range(len(made)), made, Alone(), seconds(timeout_s))
 
     @classmethod
     def of_virtual(cls, device: Device | str, size: int, *, timeout_s: float = TIMEOUT_S) -> World:
         """So many ranks on one device: rank is blockIdx.y of one cooperative launch."""
         device = Device(device) if isinstance(device, str) else device
-        return cls(_size(size), range(size), [device] * size, Alone(), _seconds(timeout_s), virtual=True)
+        return cls(_size(size), range(size), [device] * size, Alone(), seconds(timeout_s), virtual=True)
 
     @classmethod
     def from_environment(cls, device: Device | None = None, *, timeout_s: float = TIMEOUT_S) -> World:
@@ -150,7 +150,7 @@ class World:
         """
         from .rendezvous import Endpoint, Hub, Star
 
-        timeout_s = _seconds(timeout_s)
+        timeout_s = seconds(timeout_s)
         size = _variable("WORLD_SIZE", 1, 1 << 20)
         rank, local = _variable("RANK", 0, size - 1), _variable("LOCAL_RANK", 0, size - 1)
         host, port = os.environ.get("MASTER_ADDR"), _variable("MASTER_PORT", 1, 65535)
@@ -178,7 +178,7 @@ class World:
         """
         from .rendezvous import Mpi
 
-        timeout_s = _seconds(timeout_s)
+        timeout_s = seconds(timeout_s)
         if comm is None:
             try:
                 comm = importlib.import_module("mpi4py.MPI").COMM_WORLD
@@ -224,7 +224,7 @@ class World:
             devices = [f"{devices}:{rank}" for rank in range(size)]
         if devices is not None and len(devices) != size:
             raise ValueError(f"World.spawn: devices: wanted {size} names, got {list(devices)}")
-        return spawn(function, size, args, devices, _seconds(timeout_s))
+        return spawn(function, size, args, devices, seconds(timeout_s))
 
     # What its ranks do together
 
@@ -415,7 +415,8 @@ class World:
         return f"<World of {self.size}: {named(self.ranks)} on {', '.join(sorted({d.id for d in self.devices}))}>"
 
 
-def _seconds(timeout_s: float) -> float:
+def seconds(timeout_s: float) -> float:
+    """Refuse what is no time to wait."""
     if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s: wanted a number of seconds above 0, got {timeout_s!r}")
     return float(timeout_s)

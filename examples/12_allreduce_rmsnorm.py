@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 import drvkit as dk
-from drvkit.ops.allreduce_rmsnorm import PROTOCOLS, AllReduce, allreduce_rmsnorm
+from drvkit.channel import PROTOCOLS
+from drvkit.ops.allreduce_rmsnorm import AllReduce, allreduce_rmsnorm
 from drvkit.ref import allreduce_rmsnorm as ref
 
 RANKS, TOKENS, HIDDEN, CALLS, LAUNCHES = 2, 4, 1024, 8, 5

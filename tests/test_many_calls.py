@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from drvkit.channel import PROTOCOLS
 from drvkit.device import Device
 from drvkit.graph import Graph
-from drvkit.ops.allreduce_rmsnorm import PROTOCOLS, AllReduce, allreduce_rmsnorm
+from drvkit.ops.allreduce_rmsnorm import AllReduce, allreduce_rmsnorm
 from drvkit.ref import allreduce_rmsnorm as ref
 from drvkit.source import Source
 from drvkit.world import World

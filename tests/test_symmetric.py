@@ -57,7 +57,7 @@ def test_parts_lie_at_one_distance(device: Device) -> None:
 
 def test_what_is_not_there_is_refused(device: Device) -> None:
     with World.of_virtual(device, 2) as world:
-        with pytest.raises(ValueError, match="nbytes: wanted at least 1, got 0"):
+        with pytest.raises(ValueError, match="nbytes: wanted an integer of at least 1, got 0"):
             SymmetricMemory(world, 0)
         with SymmetricMemory(world, 100) as memory:
             for wrong, message in (

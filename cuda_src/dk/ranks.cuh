@@ -16,6 +16,8 @@
 namespace dk {
 
 constexpr int kMostRanks = 8, kGenerations = 3;
+constexpr unsigned kCalls = 3u << 30;  // numbers of calls, a multiple of kGenerations: behind the last comes 0
+__device__ inline unsigned number_behind(unsigned number) { return number + 1 == kCalls ? 0 : number + 1; }
 
 // How each rank's part begins. Others write it, by sys-scope accesses.
 struct Lines {
@@ -26,7 +28,7 @@ struct Lines {
 };
 
 // Of one rank, in its own memory, in words. A call reads `calls` before it counts itself in `arrived`; the last block
-// that does adds 1 to it, so the next call has the next number.
+// that does makes it the next call's number.
 struct State {
   unsigned calls, arrived, failed, unused;
 };
@@ -91,7 +93,17 @@ struct Call {
   // One thread of each block, when all its threads know the number.
   __device__ void count() const {
     const unsigned last = gridDim.x - 1;
-    if (count_relaxed_gpu(&state()->arrived, last) == last) store_relaxed_gpu(&state()->calls, number + 1);
+    if (count_relaxed_gpu(&state()->arrived, last) == last) store_relaxed_gpu(&state()->calls, number_behind(number));
+  }
+
+  // Whether a rank has told that it failed: which, and for whom it had waited.
+  __device__ bool aborted(int& by, int& waited_for) const {
+    for (int rank = 0; rank < kRanks; ++rank)
+      if (const unsigned told = load_relaxed_sys(&lines(me)->aborts[rank])) {
+        by = rank, waited_for = told - 1;
+        return true;
+      }
+    return false;
   }
 
   // What rank `from` waits for is not there yet: whether to look again. The clock and the others' news are read every
@@ -99,12 +111,9 @@ struct Call {
   __device__ bool again(int from) {
     if (++tries % 64) return true;
     const unsigned long long seen = load_relaxed_sys_8(&lines(me)->calls[generation()][from]);
-    const bool other = seen != kind() && static_cast<int>((seen >> 32) - (number + 1)) >= 0;
-    unsigned code = other ? kOtherCall : 0u;
+    unsigned code = seen != kind() && seen >> 32 == number + 1 ? kOtherCall : 0u;
     int by = me;
-    for (int rank = 0; rank < kRanks && !code; ++rank)
-      if (const unsigned told = load_relaxed_sys(&lines(me)->aborts[rank]))
-        code = kAborted, by = rank, from = told - 1;
+    if (!code && aborted(by, from)) code = kAborted;
     const unsigned long long now = time_ns();
     if (!begun_ns) begun_ns = now;
     if (!code && now - begun_ns >= limit_ns) {
@@ -181,7 +190,8 @@ __device__ inline bool load_packets(const unsigned char* p, unsigned number, uin
 }
 
 // What this block has stored to the others is there, and what their blocks of the same number have stored here. All
-// threads. A flag only grows, so a block that was not launched for some calls is none to wait for in vain.
+// threads. Another rank may be one call ahead, and its flag with it; what a flag was before is of no account, so a block
+// that was not launched for some calls makes no difference.
 template <bool kMulticast, int kRanks>
 __device__ void meet_by_flags(Call<kRanks>& call) {
   const auto flag = [&](unsigned char* part, int from) {
@@ -194,8 +204,10 @@ __device__ void meet_by_flags(Call<kRanks>& call) {
       multimem_store_release_sys(flag(call.everywhere, call.me), call.number + 1);
     if (other < kRanks && other != call.me) {
       if (!kMulticast) store_release_sys(flag(call.part(other), call.me), call.number + 1);
-      while (static_cast<int>(load_acquire_sys(flag(call.part(call.me), other)) - (call.number + 1)) < 0)
-        if (!call.again(other)) break;
+      for (;;) {
+        const unsigned seen = load_acquire_sys(flag(call.part(call.me), other));
+        if (seen == call.number + 1 || seen == number_behind(call.number) + 1 || !call.again(other)) break;
+      }
     }
   }
   call.failed = __syncthreads_or(call.failed);

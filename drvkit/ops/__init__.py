@@ -207,12 +207,19 @@ def kernel(device: Device, source: str, name: str) -> Kernel:
 def submit(
     where: Where, source: str, function: str, threads: int, args: tuple[Any, ...], after: After, name: str | None
 ) -> Node | None:
-    """`launch` with a thread for each of ``threads``. For none nothing is launched; a graph gets an empty node, which
-    edges can be drawn to."""
-    if threads or not hasattr(where, "empty"):
-        grid = -(-threads // BLOCK)
-        return launch(where, source, function, grid, BLOCK, args, after=after, name=name)
-    return where.empty(after=after, name=name)
+    """`launch` with a thread for each of ``threads``."""
+    return launch(where, source, function, -(-threads // BLOCK), BLOCK, args, after=after, name=name)
+
+
+def device_of(op: str, where: Any) -> Device:
+    """That of a stream or graph."""
+    if not isinstance(where, Stream) and not hasattr(where, "kernel"):
+        raise TypeError(
+            f"{op}: wanted a drvkit Stream or Graph, got {type(where).__name__}; "
+            "dev.as_stream(stream) makes a Stream of another library's"
+        )
+    device: Device = where.device
+    return device
 
 
 def launch(
@@ -228,22 +235,21 @@ def launch(
     name: str | None = None,
     **attributes: Any,
 ) -> Node | None:
-    """Launch ``function`` of ``source``, unless the grid is empty, or add it to a graph."""
+    """Launch ``function`` of ``source``, or add it to a graph. For an empty grid nothing is launched; a graph gets an
+    empty node, which edges can be drawn to."""
     op = function.partition("<")[0]
+    device = device_of(op, where)
     if isinstance(where, Stream):
         if after is not None or name is not None:
             raise TypeError(f"{op}: after= and name= are for nodes; a launch comes after what its stream has")
         where.handle  # noqa: B018 - refuses a closed one
         if grid:
-            ready = kernel(where.device, source, function)
+            ready = kernel(device, source, function)
             ready.launch(where, grid=grid, block=block, shared_mem_bytes=shared_mem_bytes, args=args, **attributes)
         return None
-    if not hasattr(where, "kernel"):
-        raise TypeError(
-            f"{op}: wanted a drvkit Stream or Graph, got {type(where).__name__}; "
-            "dev.as_stream(stream) makes a Stream of another library's"
-        )
-    ready = kernel(where.device, source, function)
+    if not grid:
+        return where.empty(after=after, name=name)
+    ready = kernel(device, source, function)
     if shared_mem_bytes:
         attributes["shared_mem_bytes"] = shared_mem_bytes
     return where.kernel(ready, grid=grid, block=block, args=args, after=after, name=name, **attributes)

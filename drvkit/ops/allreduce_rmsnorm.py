@@ -13,10 +13,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..channel import GENERATIONS, Channel
+from ..channel import GENERATIONS, PROTOCOLS, Channel
 from ..device import Device
 from ..world import World
-from . import FLOATS, Where, aligned, apart, array, kernel, launch, shaped, whole
+from . import FLOATS, Where, aligned, apart, array, device_of, kernel, launch, shaped, whole
 
 if TYPE_CHECKING:
     from ..graph import After
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["AllReduce", "allreduce_rmsnorm"]
 
 ABSENT = 0x80008000  # a word of an empty mailbox
-PROTOCOLS = ("lamport", "packets", "flags", "two_shot")  # by their number in dk/protocols.cuh
 # The bytes of a call's rows up to which a protocol is the fastest, by ranks; the last one has all above. Of two ranks
 # measured on H200s; of more taken from what others report for such machines, as one-shot protocols send (ranks - 1)
 # times the rows and two-shot less than twice.
@@ -87,13 +86,15 @@ class AllReduce(Channel):
         if protocols is None:
             fastest = FASTEST.get(world.size, ())
             protocols = {name: min(most // self.row_bytes, max_tokens) for name, most in fastest}
+        if not isinstance(protocols, Mapping):
+            raise TypeError(f"{what}: protocols: wanted a mapping of names to tokens, got {protocols!r}")
         self.protocols = {name: whole(f"{what}: protocols[{name!r}]", most) for name, most in protocols.items()}
         """The tokens up to which each protocol is taken."""
         unknown = set(self.protocols) - set(PROTOCOLS)
         if unknown:
             raise ValueError(f"{what}: protocols: wanted {', '.join(PROTOCOLS)}, got {sorted(unknown)}")
         mosts = list(self.protocols.values())
-        if world.size in FASTEST and (mosts != sorted(mosts) or not mosts or mosts[-1] < max_tokens):
+        if world.size in FASTEST and (mosts != sorted(mosts) or not mosts or mosts[0] < 0 or mosts[-1] < max_tokens):
             raise ValueError(f"{what}: protocols: wanted rising numbers up to {max_tokens}, got {self.protocols}")
         world.agree(
             f"{what} (max_tokens, hidden, dtype, protocols, multicast)",
@@ -157,13 +158,13 @@ class AllReduce(Channel):
         tokens: int,
         protocol: str,
         operands: tuple[Any, ...],
-        *,
+        *kind: Any,
         after: After,
         name: str | None,
     ) -> Node | None:
         """Launch ``op<types, protocol, multicast, ranks, blocks of a cluster>``, a cluster for a row; its arguments
-        begin with ``operands``."""
-        world, device = self.world, where.device
+        begin with ``operands``. ``kind``: what else all ranks must have alike."""
+        world, device = self.world, device_of(op, where)
         place, (cluster, block) = self.place(op, device), self.launch_of(tokens)
         multicast = str(self.multicast).lower()
         function = f"{op}<{types},{PROTOCOLS.index(protocol)},{multicast},{world.size},{cluster}>"
@@ -171,17 +172,16 @@ class AllReduce(Channel):
         area = self.area(protocol)
         args = (
             *(*operands, tokens, self.hidden, self.offsets[area], self.capacity[area]),
-            *self.args(place, op, protocol, tokens, self.hidden, str(self.dtype), clusters, cluster),
+            *self.args(place, op, types, protocol, tokens, self.hidden, clusters, cluster, *kind),
         )
+        grid, _ = self.spread(clusters * cluster)
+        self.follow(op, place, where)
         attributes = self._attributes(cluster)
-        grid = (clusters * cluster, world.size) if world.virtual else clusters * cluster
-        self.follow(place, where)
         return launch(where, source, function, grid if tokens else 0, block, args, after=after, name=name, **attributes)
 
     def _attributes(self, cluster: int) -> dict[str, Any]:
         """Of a launch."""
-        made: dict[str, Any] = {"cluster": cluster} if cluster > 1 else {}
-        return made | {"cooperative": True} if self.world.virtual else made
+        return self.spread(0)[1] | ({"cluster": cluster} if cluster > 1 else {})
 
     def _resident(self, device: Device, source: str, function: str, cluster: int, block: int) -> int:
         """Clusters of a rank that are on the device at a time. No call has more, for blocks wait for each other."""
@@ -214,8 +214,8 @@ def allreduce_rmsnorm(
     `drvkit.ref.allreduce_rmsnorm` for the bits.
 
     Every rank makes the call with the same number of tokens; a rank that makes another one, or none, is found by the
-    others within the group's ``timeout_s``: rows that did not come are NaN, `AllReduce.check` raises, and
-    `AllReduce.reset` makes the group usable again.
+    others within the group's ``timeout_s``: rows that did not come are NaN, `AllReduce.check` raises, which alone tells
+    that others are of use, and `AllReduce.reset` makes the group usable again.
 
     Args:
         where: a stream or graph of the rank's device.
@@ -227,6 +227,9 @@ def allreduce_rmsnorm(
             most 448 in size.
     """
     op = "allreduce_rmsnorm"
+    AllReduce.wanted(op, group)
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"{op}: eps: wanted a number from 0 on, got {eps!r}")
     seen, tokens = group.rows(op, "x", x)
     views, narrow = {"x": seen}, out_scale is not None
     for role, operand in {"residual": residual, "weight": weight, "out": out, "residual_out": residual_out}.items():
@@ -245,4 +248,5 @@ def allreduce_rmsnorm(
     ctype = FLOATS[group.dtype]
     types = f"{ctype},{'__nv_fp8_e4m3' if narrow else ctype}"
     operands = (x, residual, weight, out, residual_out, out_scale, eps)
-    return group.submit(where, op, op, types, tokens, group.protocol_of(tokens), operands, after=after, name=name)
+    protocol = group.protocol_of(tokens)
+    return group.submit(where, op, op, types, tokens, protocol, operands, eps, after=after, name=name)

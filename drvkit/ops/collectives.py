@@ -15,13 +15,13 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..channel import GENERATIONS, Channel
+from ..channel import GENERATIONS, PER_MULTIPROCESSOR, PROTOCOLS, Channel
 from ..device import Device, Stream
 from ..memory import Buffer, View, holder, view_of
 from ..nccl import Nccl
 from ..world import World
-from . import FLOATS, Where, aligned, apart, array, kernel, launch, shaped, whole
-from .allreduce_rmsnorm import PROTOCOLS, AllReduce
+from . import BLOCK, FLOATS, Where, aligned, apart, array, device_of, kernel, launch, shaped, whole
+from .allreduce_rmsnorm import AllReduce
 
 if TYPE_CHECKING:
     from ..graph import After
@@ -37,8 +37,6 @@ __all__ = [
     "reduce_scatter",
 ]
 
-BLOCK = 256
-
 
 def allreduce(
     where: Where, group: AllReduce, x: Any, out: Any, *, after: After = None, name: str | None = None
@@ -49,6 +47,7 @@ def allreduce(
     `drvkit.ops.allreduce_rmsnorm`.
     """
     op = "allreduce"
+    AllReduce.wanted(op, group)
     seen, tokens = group.rows(op, "x", x)
     result = aligned(f"{op}: out", array(f"{op}: out", out, [group.dtype]))
     shaped(f"{op}: out", result, seen.shape)
@@ -66,7 +65,9 @@ def reduce_scatter(
     x: [ranks, tokens, hidden]; out: [tokens, hidden]; with virtual ranks both have a first axis more, of the ranks. The
     group needs mailboxes of "lamport" or "two_shot" for so many tokens.
     """
-    op, size = "reduce_scatter", group.world.size
+    op = "reduce_scatter"
+    AllReduce.wanted(op, group)
+    size = group.world.size
     result, tokens = group.rows(op, "out", out)
     seen = aligned(f"{op}: x", array(f"{op}: x", x, [group.dtype]))
     shaped(f"{op}: x", seen, (*result.shape[:-2], size, *result.shape[-2:]))
@@ -113,7 +114,9 @@ class AllGather(Channel):
         super().__init__(
             world,
             {name: (count * (32 if name == "packets" else 16), 0) for name, count in slots.items()},
-            blocks=max(2 * device.multiprocessors for device in world.devices) if "flags" in slots else 0,
+            blocks=max(PER_MULTIPROCESSOR * device.multiprocessors for device in world.devices)
+            if "flags" in slots
+            else 0,
             timeout_s=timeout_s,
             multicast=multicast,
         )
@@ -131,7 +134,9 @@ def all_gather(
     x: any shape and dtype, of a multiple of 16 bytes; out: [ranks, shape of x]; with virtual ranks both have a first
     axis more, of the ranks.
     """
-    op, size, virtual = "all_gather", group.world.size, group.world.virtual
+    op = "all_gather"
+    AllGather.wanted(op, group)
+    device, size, virtual = device_of(op, where), group.world.size, group.world.virtual
     seen, result = _any(f"{op}: x", x), _any(f"{op}: out", out)
     if virtual and seen.shape[:1] != (size,):
         raise ValueError(f"{op}: x: wanted a first axis of {size} virtual ranks, got shape {seen.shape}")
@@ -143,16 +148,14 @@ def all_gather(
     nbytes = seen.nbytes // (size if virtual else 1)
     if nbytes % 16 or nbytes > group.max_bytes:
         raise ValueError(f"{op}: x: wanted a multiple of 16 bytes up to {group.max_bytes}, got {nbytes}")
-    area, device, units = "packets" if nbytes <= group.packets_up_to else "flags", where.device, nbytes // 16
+    area, units = "packets" if nbytes <= group.packets_up_to else "flags", nbytes // 16
     place = group.place(op, device)
     function = group.kernel(area)
-    resident = min(kernel(device, "collectives", function).occupancy(BLOCK), 2) * device.multiprocessors
-    blocks = min(-(-units // BLOCK), resident // (size if virtual else 1))
+    blocks = group.blocks(kernel(device, "collectives", function), BLOCK, -(-units // BLOCK))
     kind = group.args(place, op, area, units, blocks)
     args = (x, out, units, group.offsets[area], group.units[area], *kind)
-    grid: Any = (blocks, size) if virtual else blocks
-    group.follow(place, where)
-    attributes = {"cooperative": True} if virtual else {}
+    grid, attributes = group.spread(blocks)
+    group.follow(op, place, where)
     return launch(
         where, "collectives", function, grid if units else 0, BLOCK, args, after=after, name=name, **attributes
     )
@@ -160,11 +163,10 @@ def all_gather(
 
 def barrier(where: Where, group: Channel, *, after: After = None, name: str | None = None) -> Node | None:
     """Ends when all ranks have begun it. What kernels before it wrote is seen by kernels behind it, of all ranks."""
-    op, virtual = "barrier", group.world.virtual
-    place = group.place(op, where.device)
-    group.follow(place, where)
-    attributes = {"cooperative": True} if virtual else {}
-    grid: Any = (1, group.world.size) if virtual else 1
+    op = "barrier"
+    Channel.wanted(op, group)
+    place, (grid, attributes) = group.place(op, device_of(op, where)), group.spread(1)
+    group.follow(op, place, where)
     function, args = f"{op}<{group.world.size}>", group.args(place, op)
     return launch(where, "collectives", function, grid, 32, args, after=after, name=name, **attributes)
 
@@ -278,7 +280,10 @@ def allreduce_of_groups(
     x, out: [tokens, hidden], with virtual ranks [ranks, tokens, hidden]; ``out`` may be ``x``. Any number of tokens up
     to ``max_tokens``, the same on all ranks. Nodes: ``name.scatter``, ``name.between`` and ``name``, which is given.
     """
-    op, device, size = "allreduce_of_groups", where.device, groups.size
+    op = "allreduce_of_groups"
+    if not isinstance(groups, AllReduceOfGroups):
+        raise TypeError(f"{op}: groups: wanted AllReduceOfGroups, got {type(groups).__name__}")
+    device, size = device_of(op, where), groups.size
     if device not in groups.parts:
         raise ValueError(f"{op}: {device.id} is no device of these groups' ranks here")
     ranks = (size,) if groups.virtual else ()
@@ -289,7 +294,14 @@ def allreduce_of_groups(
         if view.shape != (*ranks, tokens, groups.hidden):
             wanted = ", ".join(map(str, (*ranks, "tokens", groups.hidden)))
             raise ValueError(f"{op}: {role}: wanted shape ({wanted}), got {view.shape}")
+        place = device.locate(view.address) if view.nbytes else None
+        if place not in (None, device.ordinal):
+            raise ValueError(f"{op}: {role} is on device {place}, {device.id} makes the call")
+    if seen["out"].readonly:
+        raise ValueError(f"{op}: out can only be read")
     shaped(f"{op}: out", seen["out"], seen["x"].shape)
+    if seen["x"].address != seen["out"].address:
+        apart(f"{op}: out", seen["out"], "x", seen["x"])
     if tokens > groups.max_tokens:
         raise ValueError(f"{op}: x has {tokens} tokens: the groups were made for {groups.max_tokens}")
     if not tokens:

@@ -21,12 +21,11 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..channel import GENERATIONS, MOST_RANKS, Channel
-from ..memory import Buffer, View
+from ..channel import GENERATIONS, MOST_RANKS, PER_MULTIPROCESSOR, PROTOCOLS, Channel
+from ..memory import Buffer, View, view_of
 from ..ref.ulysses import heads_of, key_heads_of
 from ..world import World
-from . import Where, aligned, kernel, launch, span, view, whole
-from .allreduce_rmsnorm import PROTOCOLS
+from . import Where, aligned, apart, device_of, kernel, launch, span, view, whole
 
 if TYPE_CHECKING:
     from ..graph import After
@@ -47,8 +46,9 @@ class Ulysses(Channel):
         heads, kv_heads, dim: of the model: query heads, of which every heads / kv_heads share a key head; elements of a
             head, a multiple of 16 bytes.
         dtype: any; bits are kept.
-        packets_up_to: the bytes from one rank to another up to which each word travels beside the number of its call,
-            which needs one flight, but twice the bytes; above, a flag follows the data.
+        packets_up_to: the bytes, of what the pair of ranks with the most exchanges, or a rank keeps, up to which each
+            word travels beside the number of its call, which needs one flight, but twice the bytes; above, a flag
+            follows the data.
         timeout_s: how long a kernel waits for another rank.
     """
 
@@ -80,6 +80,8 @@ class Ulysses(Channel):
         if heads < world.size:
             raise ValueError(f"{what}: heads: wanted one for each of {world.size} ranks or more, got {heads}")
         self.dtype = np.dtype(dtype)
+        if self.dtype.hasobject:
+            raise TypeError(f"{what}: dtype: wanted one of plain bits, got {self.dtype}")
         self.head_bytes = dim * self.dtype.itemsize
         if self.head_bytes % 16:
             raise ValueError(f"{what}: dim: wanted heads of a multiple of 16 bytes, got {dim} of {self.dtype}")
@@ -103,7 +105,7 @@ class Ulysses(Channel):
         super().__init__(
             world,
             {"packets": (slots * 32, 0)} | {name: (count * self.head_bytes, 0) for name, count in results.items()},
-            blocks=max(self._most_blocks(device.multiprocessors) for device in world.devices),
+            blocks=max(PER_MULTIPROCESSOR * device.multiprocessors for device in world.devices),
             timeout_s=timeout_s,
         )
 
@@ -126,15 +128,23 @@ class Ulysses(Channel):
     def _result(self, name: str, tokens: int, rank: int | None) -> Buffer:
         rank = self.world.ranks[0] if rank is None else rank
         most = self.max_local_tokens if name == "o" else self.max_tokens
-        if not 0 <= tokens <= most:
+        if rank not in self.world.ranks:
+            raise ValueError(f"Ulysses.{name}: rank: wanted one of this process, {self.world.ranks}, got {rank!r}")
+        if not 0 <= whole(f"Ulysses.{name}: tokens", tokens) <= most:
             raise ValueError(f"Ulysses.{name}: tokens: wanted 0 to {most}, got {tokens}")
         heads = {"q": len(self.heads_of[rank]), "o": self.heads}.get(name, len(self.key_heads_of[rank]))
         return self.memory.part(rank, (tokens, heads, self.dim), self.dtype, offset=self.offsets[name])
 
     # For the ops
 
-    def _most_blocks(self, multiprocessors: int) -> int:
-        return 2 * multiprocessors
+    def apart_from_results(self, op: str, place: int, views: dict[str, View], results: dict[str, int]) -> None:
+        """Refuse operands inside of results that the call overwrites; ``results``: of so many tokens."""
+        for rank in self.world.ranks if self.world.virtual else [self.world.ranks[place]]:
+            for name, tokens in results.items():
+                result = view_of(self._result(name, tokens, rank))
+                for role, seen in views.items():
+                    if result is not None and result.nbytes and seen.nbytes:
+                        apart(f"{op}: group.{name}", result, role, seen)
 
     def operand(self, op: str, role: str, operand: Any, heads: int | None) -> tuple[View, int, int]:
         """A [tokens, heads, dim] operand; its tokens, and units from one to the next. Heads are contiguous."""
@@ -161,6 +171,8 @@ class Ulysses(Channel):
             if local is None:
                 raise TypeError(f"{op}: tokens: wanted the number of each rank's tokens")
             tokens = [local] * size
+        if not isinstance(tokens, Sequence):
+            raise TypeError(f"{op}: tokens: wanted the number of each rank's tokens, got {tokens!r}")
         made = [whole(f"{op}: tokens[{rank}]", each) for rank, each in enumerate(tokens)]
         if len(made) != size or min(made) < 0:
             raise ValueError(f"{op}: tokens: wanted the number of each of {size} ranks, got {made}")
@@ -189,13 +201,11 @@ class Ulysses(Channel):
         name: str | None,
     ) -> Node | None:
         """Launch ``op``; ``pair`` has the units that go from each rank to each."""
-        world, device = self.world, where.device
+        device = device_of(op, where)
         place, largest = self.place(op, device), max(pair)
         protocol = "packets" if largest * 16 <= self.packets_up_to else "flags"
-        function = f"{op}<{PROTOCOLS.index(protocol)},{world.size}>"
-        occupied = kernel(device, "ulysses", function).occupancy(BLOCK) * device.multiprocessors
-        resident = min(self._most_blocks(device.multiprocessors), occupied)
-        blocks = min(-(-largest // BLOCK), resident // (world.size if world.virtual else 1))
+        function = f"{op}<{PROTOCOLS.index(protocol)},{self.world.size}>"
+        blocks = self.blocks(kernel(device, "ulysses", function), BLOCK, -(-largest // BLOCK))
         of_rank = [
             *([*itertools.accumulate(tokens, initial=0)][:-1], list(tokens)),
             *(
@@ -206,12 +216,11 @@ class Ulysses(Channel):
             [len(heads) // len(keys) for heads, keys in zip(self.heads_of, self.key_heads_of, strict=True)],
         ]
         ranks = np.zeros((len(of_rank), MOST_RANKS), np.int32)
-        ranks[:, : world.size] = of_rank
+        ranks[:, : self.world.size] = of_rank
         kind = self.args(place, op, protocol, list(tokens), blocks)
         args = (*before, ranks.tobytes(), *behind, self.offsets["packets"], self.capacity, *kind)
-        grid: Any = (blocks, world.size) if world.virtual else blocks
-        attributes: dict[str, Any] = {"cooperative": True} if world.virtual else {}
-        self.follow(place, where)
+        grid, attributes = self.spread(blocks)
+        self.follow(op, place, where)
         return launch(
             where, "ulysses", function, grid if largest else 0, BLOCK, args, after=after, name=name, **attributes
         )
@@ -242,13 +251,17 @@ def ulysses_to_heads(
         tokens: of each rank; by default as many as of this one. It is frozen into a graph.
     """
     op = "ulysses_to_heads"
+    Ulysses.wanted(op, group)
+    place = group.place(op, device_of(op, where))
     given = {"q": (q, group.heads), "k": (k, group.kv_heads), "v": (v, group.kv_heads)}
     views = {role: group.operand(op, role, operand, heads) for role, (operand, heads) in given.items()}
     local = views["q"][1]
     for role, (_, count, _) in views.items():
         if count != local:
             raise ValueError(f"{op}: {role} has {count} tokens, q has {local}")
-    shares = group.shares(op, group.place(op, where.device), tokens, local)
+    shares = group.shares(op, place, tokens, local)
+    results = dict.fromkeys(given, sum(shares))
+    group.apart_from_results(op, place, {role: seen for role, (seen, _, _) in views.items()}, results)
     units = group.head_bytes // 16
     pair = [
         count * (len(heads) + 2 * len(keys)) * units
@@ -281,8 +294,9 @@ def ulysses_to_tokens(
             all tokens, heads, dim].
         tokens: of each rank; by default all have as many.
     """
-    op, size = "ulysses_to_tokens", group.world.size
-    place = group.place(op, where.device)
+    op = "ulysses_to_tokens"
+    Ulysses.wanted(op, group)
+    place, size = group.place(op, device_of(op, where)), group.world.size
     counts = list(map(len, group.heads_of))
     if group.world.virtual and len(set(counts)) > 1:
         raise ValueError(f"{op}: wanted as many heads for each virtual rank, got {counts}")
@@ -292,6 +306,7 @@ def ulysses_to_tokens(
     shares = group.shares(op, place, [count // size] * size if tokens is None else tokens, None)
     if sum(shares) != count:
         raise ValueError(f"{op}: o has {count} tokens, tokens has {sum(shares)} together")
+    group.apart_from_results(op, place, {"o": seen}, {"o": shares[group.world.ranks[place]]})
     units = group.head_bytes // 16
     pair = [heads * each * units for heads, each in itertools.product(counts, shares)]
     before = (span(o, seen), row, seen.strides[0] // 16 if group.world.virtual else 0)

@@ -24,9 +24,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from drvkit.channel import PROTOCOLS
 from drvkit.device import Device, Event
 from drvkit.graph import Graph
-from drvkit.ops.allreduce_rmsnorm import PROTOCOLS, AllReduce, allreduce_rmsnorm
+from drvkit.ops.allreduce_rmsnorm import AllReduce, allreduce_rmsnorm
 from drvkit.replay import Exec
 from drvkit.source import Source
 from drvkit.symmetric import SymmetricMemory

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from drvkit.cpu.explore import failures
 from drvkit.device import Device
 from drvkit.graph import Graph
+from drvkit.lifetime import ClosedError
 from drvkit.ops.allreduce_rmsnorm import AllReduce, allreduce_rmsnorm
 from drvkit.pytest_plugin import Explore
 from drvkit.ref import allreduce_rmsnorm as ref
@@ -33,6 +34,8 @@ def given(rng: np.random.Generator, ranks: int, tokens: int, hidden: int, dtype:
     for value in (0.0, -0.0, float(np.finfo(f32).tiny) / 4, -1e-7):
         odd[:, rng.integers(0, odd.shape[1], odd.shape[1] // 16)] = np.array(value, f32).astype(dtype)
     odd.view(np.uint32)[:, rng.integers(0, odd.view(np.uint32).shape[1], 3)] = ref.ABSENT
+    if dtype is f32 and ranks > 1:  # no word means absent, but the sum does
+        odd.view(np.uint32)[:, 0] = [0x80007FFF, 0x80000001, *[0] * (ranks - 2)]
     made["weight"] = rng.normal(size=hidden).astype(f32).astype(dtype)
     return made
 
@@ -115,9 +118,11 @@ GROUP: dict[str, Any] = {"max_tokens": 4, "hidden": 64}
         ({"max_tokens": 2.0}, TypeError, "max_tokens: wanted an integer, got 2.0"),
         ({"max_tokens": 0}, ValueError, "max_tokens: wanted at least 1, got 0"),
         ({"dtype": np.int32}, TypeError, "dtype: wanted float32, float16, bfloat16, got int32"),
-        ({"timeout_s": 0}, ValueError, "timeout_s: wanted more than 0, got 0"),
         ({"protocols": {"lamport": 3}}, ValueError, r"protocols: wanted rising numbers up to 4, got {'lamport': 3}"),
         ({"protocols": {"lamport": 4, "flags": 2}}, ValueError, "protocols: wanted rising numbers up to 4"),
+        ({"protocols": {"lamport": -1, "flags": 4}}, ValueError, "protocols: wanted rising numbers up to 4"),
+        ({"protocols": ["lamport"]}, TypeError, "protocols: wanted a mapping of names to tokens"),
+        ({"timeout_s": 1e12}, ValueError, "timeout_s: wanted 1e-6 to 1e6, got 1000000000000"),
         ({"protocols": {}}, ValueError, "protocols: wanted rising numbers up to 4, got {}"),
         (
             {"protocols": {"ring": 4}},
@@ -165,6 +170,24 @@ def test_operands_that_do_not_fit_are_refused(
         with pytest.raises(error, match=f"^allreduce_rmsnorm: {message}"):
             allreduce_rmsnorm(graph, group, **operands)
     assert not graph.nodes
+
+
+def test_what_is_no_group_and_no_place_is_refused(device: Device, graph: Graph) -> None:
+    with World.of_virtual(device, 2) as world, AllReduce(world, **GROUP) as group:
+        x: Any = device.zeros((2, 3, 64), bf16)
+        operands = {"x": x, "residual": x, "weight": device.zeros(64, bf16), "out": x}
+        operands["residual_out"] = device.zeros((2, 3, 64), bf16)
+        with pytest.raises(TypeError, match=r"^allreduce_rmsnorm: wanted a drvkit Stream or Graph, got int"):
+            allreduce_rmsnorm(3, group, **operands)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"^allreduce_rmsnorm: group: wanted AllReduce, got World"):
+            allreduce_rmsnorm(graph, world, **operands)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"^allreduce_rmsnorm: eps: wanted a number from 0 on, got -1"):
+            allreduce_rmsnorm(graph, group, **operands, eps=-1)
+        none = {name: each[:, :0] if each.shape != (64,) else each for name, each in operands.items()}
+        empty = allreduce_rmsnorm(graph, group, **none, name="nothing")
+        assert graph.nodes == (empty,)
+    with pytest.raises(ClosedError, match=r"^AllReduce of <World of 2: .*> is closed"):
+        group.check()
 
 
 def test_results_overlap_nothing_but_what_they_replace(device: Device, graph: Graph) -> None:
@@ -268,6 +291,38 @@ def test_protocols_take_turns_and_give_the_same_bits(device: Device, rng: np.ran
             for name, each in got.items():
                 assert_equal_bits(each, wanted[name][:, :tokens])
         check(wanted, host)
+    finally:
+        ranks.close()
+
+
+def test_rows_are_taken_in_turns_where_not_all_have_a_block(
+    device: Device, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AllReduce, "_resident", lambda *_: 2)
+    ranks = ranks_of("virtual", device, 2, max_tokens=9, hidden=64, protocols={"lamport": 7, "flags": 9}, dtype=f32)
+    try:
+        for tokens in (7, 9, 7):
+            host = given(rng, 2, tokens, 64, f32)
+            arrays = ranks.arrays(host)
+            ranks.call(arrays)
+            check(ranks.results(arrays), host)
+    finally:
+        ranks.close()
+
+
+def test_the_numbers_of_calls_go_round(device: Device, rng: np.random.Generator) -> None:
+    """Far behind what flags were set by, and past the last number."""
+    ranks = ranks_of("virtual", device, 2, max_tokens=6, hidden=64, protocols=MIXED)
+    try:
+        numbers = np.zeros((2, 4), np.uint32)
+        numbers[:, 0] = (3 << 30) - 4
+        ranks.group.states[0].copy_from(numbers)
+        for tokens in (1, 4, 2, 4, 5, 1, 4, 6, 1):
+            host = given(rng, 2, tokens, 64, bf16)
+            arrays = ranks.arrays(host)
+            ranks.call(arrays)
+            check(ranks.results(arrays), host)
+        assert ranks.group.states[0].numpy()[:, 0].tolist() == [5, 5]
     finally:
         ranks.close()
 
@@ -410,6 +465,13 @@ def test_ranks_that_make_different_calls_are_told(device: Device, rng: np.random
     ranks = ranks_of("devices", device, 2, max_tokens=4, hidden=64, timeout_s=0.2)
     few, many = ranks.arrays(given(rng, 2, 2, 64, bf16)), ranks.arrays(given(rng, 2, 3, 64, bf16))
     try:
+        for stream, of, eps in zip(ranks.streams, few, (1e-6, 1e-5), strict=True):
+            allreduce_rmsnorm(stream, ranks.group, **of, eps=eps)
+        for stream in ranks.streams:
+            stream.synchronize()
+        with pytest.raises(WorldError, match="rank 0 waited in call 1 for rank 1, which made another call"):
+            ranks.group.check()
+        ranks.group.reset()
         for stream, of in zip(ranks.streams, (few[0], many[1]), strict=True):
             allreduce_rmsnorm(stream, ranks.group, **of)
         for stream in ranks.streams:

@@ -140,9 +140,10 @@ def test_a_barrier_is_passed_when_all_are_there(device: Device, made: ExitStack)
         group.check()
 
 
-def test_what_was_not_gathered_is_no_result(device: Device, made: ExitStack) -> None:
+@pytest.mark.parametrize("packets_up_to", [64, 0])
+def test_what_was_not_gathered_is_no_result(device: Device, made: ExitStack, packets_up_to: int) -> None:
     world = made.enter_context(world_of("devices", device, 2))
-    group = made.enter_context(AllGather(world, max_bytes=64, timeout_s=0.2))
+    group = made.enter_context(AllGather(world, max_bytes=64, packets_up_to=packets_up_to, timeout_s=0.2))
     with group.devices[0].stream() as stream:
         x, out = group.devices[0].array(np.ones(16, f32)), group.devices[0].zeros((2, 16), f32)
         all_gather(stream, group, x, out)
@@ -151,6 +152,36 @@ def test_what_was_not_gathered_is_no_result(device: Device, made: ExitStack) -> 
         assert np.isnan(out.numpy()[1]).all()
         with pytest.raises(WorldError, match="rank 0 waited in call 1 for rank 1"):
             group.check()
+
+
+def test_what_was_not_scattered_is_no_result(device: Device, made: ExitStack) -> None:
+    world = made.enter_context(world_of("devices", device, 2))
+    group = made.enter_context(AllReduce(world, max_tokens=2, hidden=8, dtype=f32, timeout_s=0.2))
+    with group.devices[0].stream() as stream:
+        out = group.devices[0].zeros((2, 8), f32)
+        reduce_scatter(stream, group, group.devices[0].array(np.ones((2, 2, 8), f32)), out)
+        stream.synchronize()
+        assert np.isnan(out.numpy()).all()
+        with pytest.raises(WorldError, match="rank 0 waited in call 1 for rank 1"):
+            group.check()
+
+
+def test_parts_are_taken_in_turns_where_not_all_have_a_block(
+    device: Device, rng: np.random.Generator, made: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Channel, "blocks", lambda *_: 1)
+    monkeypatch.setattr(AllReduce, "_resident", lambda *_: 1)
+    world = made.enter_context(world_of("virtual", device, 2))
+    sums = Ranks(made.enter_context(AllReduce(world, max_tokens=5, hidden=520, dtype=f16, protocols={"lamport": 5})))
+    x = rng.normal(size=(2, 5, 520)).astype(f16)
+    for each in sums.call(allreduce, x, (5, 520)):
+        assert_equal_bits(each, ref.allreduce(x))
+    x = rng.normal(size=(2, 2, 5, 520)).astype(f16)
+    assert_equal_bits(sums.call(reduce_scatter, x, (5, 520)), ref.reduce_scatter(x))
+    gathers = Ranks(made.enter_context(AllGather(world, max_bytes=9600, packets_up_to=4800)))
+    for count in (1200, 2400):  # more than one block has threads
+        x = rng.integers(0, 2**32, (2, count), np.uint32)
+        assert_equal_bits(gathers.call(all_gather, x, (2, count)), ref.all_gather(x))
 
 
 def test_operands_that_do_not_fit_are_refused(device: Device, graph: Graph, made: ExitStack) -> None:
@@ -304,3 +335,21 @@ def test_ranks_at_different_places_do_not_exchange(made: ExitStack) -> None:
     between = [made.enter_context(World.of_devices(pair)) for pair in ((first, crossed[0]), (second, crossed[1]))]
     with pytest.raises(ValueError, match=r"^AllReduceOfGroups: between: wanted ranks at one place of their groups"):
         AllReduceOfGroups(groups, between, max_tokens=2, hidden=32)
+
+
+def test_a_call_of_groups_that_is_refused_leaves_nothing(made: ExitStack) -> None:
+    """It has three steps, and the operands of the last are looked at before the first."""
+    devices = [Device(f"cpu:{rank}") for rank in range(4)]
+    worlds = [made.enter_context(World.of_devices(devices[first : first + 2])) for first in (0, 2)]
+    rails = [made.enter_context(World.of_devices(devices[first::2])) for first in (0, 1)]
+    groups = made.enter_context(AllReduceOfGroups(worlds, rails, max_tokens=2, hidden=16, dtype=f32))
+    graph = made.enter_context(Graph(devices[0], "refused"))
+    x = devices[0].zeros((2, 16), f32)
+    for error, message, out in (
+        (ValueError, "out is on device 1, cpu:0 makes the call", devices[1].zeros((2, 16), f32)),
+        (ValueError, r"out: wanted shape \(2, 16\), got \(1, 16\)", devices[0].zeros((1, 16), f32)),
+        (TypeError, "out: wanted a device array of float32, got float16", devices[0].zeros((2, 16), f16)),
+    ):
+        with pytest.raises(error, match=f"^allreduce_of_groups: {message}"):
+            allreduce_of_groups(graph, groups, x, out)
+    assert not graph.nodes

@@ -158,6 +158,21 @@ def test_both_ways_keep_all_bits(
 
 
 @pytest.mark.parametrize("packets_up_to", [1 << 20, 0])
+def test_units_are_taken_in_turns_where_not_all_have_a_block(
+    device: Device, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, packets_up_to: int
+) -> None:
+    monkeypatch.setattr(Ulysses, "blocks", lambda *_: 1)
+    with ExitStack() as made:
+        how: dict[str, Any] = {"heads": 2, "kv_heads": 2, "dim": 8, "dtype": f32, "packets_up_to": packets_up_to}
+        ranks = Ranks(world_of("devices", device, 2), made, max_tokens=2000, **how)
+        q, k, v = ([random_bits(rng, (1000, 2, 8), f32) for _ in range(2)] for _ in range(3))  # 6000 units a pair
+        ranks.call(ulysses_to_heads, [ranks.given(each) for each in (q, k, v)], None)
+        for name, wanted in zip("qkv", zip(*ref.to_heads(q, k, v), strict=True), strict=True):
+            for got, want in zip(ranks.results(name, [2000] * 2), wanted, strict=True):
+                assert_equal_bits(got, want)
+
+
+@pytest.mark.parametrize("packets_up_to", [1 << 20, 0])
 def test_attention_between_them_is_that_of_one_device(
     device: Device, rng: np.random.Generator, packets_up_to: int
 ) -> None:
@@ -223,10 +238,14 @@ def test_no_schedule_makes_it_wrong(drvkit_explore: Explore) -> None:
     assert not failures(drvkit_explore(EXPLORED, "2", "packets", ranks=2, seeds=range(10)))
 
 
-def test_a_rank_that_does_not_wait_for_the_receiver_is_found(drvkit_explore: Explore) -> None:
-    found = failures(drvkit_explore(EXPLORED, "2", "flags", "eager", ranks=2, seeds=range(10)))
+@pytest.mark.parametrize(
+    ("protocol", "bug", "said"),
+    [("flags", "eager", "Arrays are not equal"), ("packets", "no meeting", "deadlock")],
+)
+def test_a_bug_is_found(drvkit_explore: Explore, protocol: str, bug: str, said: str) -> None:
+    found = failures(drvkit_explore(EXPLORED, "2", protocol, bug, ranks=2, seeds=range(16)))
     assert found
-    assert all("Arrays are not equal" in each.said for each in found)
+    assert all(said in each.said for each in found)
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
@@ -276,6 +295,7 @@ def test_operands_that_do_not_fit_are_refused(device: Device, graph: Graph) -> N
                 (of(2, 5, 4, 8), of(2, 5, 2, 8), of(2, 5, 2, 8)),
             ),
             (ValueError, "q: wanted heads one behind the other", (of(2, 3, 4, 16)[..., :8], k, k)),
+            (TypeError, "tokens: wanted the number of each rank's tokens, got 3", (q, k, k, 3)),
         ):
             with pytest.raises(error, match=f"^ulysses_to_heads: {message}"):
                 ulysses_to_heads(graph, group, *call)
@@ -289,3 +309,17 @@ def test_operands_that_do_not_fit_are_refused(device: Device, graph: Graph) -> N
         assert not graph.nodes
         with pytest.raises(ValueError, match=r"^Ulysses\.o: tokens: wanted 0 to 8, got 9"):
             group.o(9)
+        with pytest.raises(ValueError, match=r"^Ulysses\.o: rank: wanted one of this process, \(0, 1\), got 7"):
+            group.o(1, 7)
+
+
+def test_operands_are_not_where_results_go(device: Device) -> None:
+    with ExitStack() as made:
+        group = Ranks(world_of("devices", device, 2), made, **GROUP).group
+        x: Any = group.devices[0].zeros((3, 4, 8), bf16)
+        inside, graph = group.q(6).reshape(3, 4, 8), made.enter_context(Graph(group.devices[0], "aliases"))
+        with pytest.raises(ValueError, match=r"^ulysses_to_heads: group\.q at .* overlaps q"):
+            ulysses_to_heads(graph, group, inside, x[:, :2], x[:, 2:])
+        with pytest.raises(ValueError, match=r"^ulysses_to_tokens: group\.o at .* overlaps o"):
+            ulysses_to_tokens(graph, group, group.o(3).reshape(6, 2, 8))
+        assert not graph.nodes

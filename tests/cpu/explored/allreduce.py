@@ -14,16 +14,19 @@ import ml_dtypes
 import numpy as np
 
 from drvkit import ops
+from drvkit.channel import PROTOCOLS
 from drvkit.cpu.explore import once
 from drvkit.device import Device
-from drvkit.ops.allreduce_rmsnorm import PROTOCOLS, AllReduce, allreduce_rmsnorm
+from drvkit.ops.allreduce_rmsnorm import AllReduce, allreduce_rmsnorm
 from drvkit.ref import allreduce_rmsnorm as ref
 from drvkit.source import Source
 from drvkit.world import World
 
 LACKS = "return v.x == kAbsent || v.y == kAbsent || v.z == kAbsent || v.w == kAbsent;"
-WAIT = """      while (static_cast<int>(load_acquire_sys(flag(call.part(call.me), other)) - (call.number + 1)) < 0)
-        if (!call.again(other)) break;
+WAIT = """      for (;;) {
+        const unsigned seen = load_acquire_sys(flag(call.part(call.me), other));
+        if (seen == call.number + 1 || seen == number_behind(call.number) + 1 || !call.again(other)) break;
+      }
 """
 BUGS = {
     # what was sent in the call before is taken for this one's, or overwritten before it was read

@@ -1,6 +1,7 @@
-"""Exchanges of Ulysses, two there and two back, by the shipped kernels: ``ulysses.py RANKS PROTOCOL [BUG]``.
+"""Exchanges of Ulysses, some there and some back, by the shipped kernels: ``ulysses.py RANKS PROTOCOL [BUG]``.
 
-PROTOCOL is "packets" or "flags". The bug "eager": a rank sends before the receiver has begun the call.
+PROTOCOL is "packets" or "flags". Bugs: "eager": a rank sends before the receiver has begun the call; "no meeting": a
+call ends before all have made it, so that who gets nothing may be several calls ahead.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from drvkit import ops
+from drvkit.channel import PROTOCOLS
 from drvkit.cpu.explore import once
 from drvkit.device import Device
-from drvkit.ops.allreduce_rmsnorm import PROTOCOLS
 from drvkit.ops.scale import scale
 from drvkit.ops.ulysses import BLOCK, Ulysses, ulysses_to_heads, ulysses_to_tokens
 from drvkit.ref import ulysses as ref
@@ -22,10 +23,13 @@ from drvkit.source import Source
 from drvkit.world import World
 
 RANKS, PROTOCOL = int(sys.argv[1]), sys.argv[2]
-CALLS, DIM = 2, 4
-TOKENS = [1 + rank % 2 for rank in range(RANKS)]
+CALLS, DIM = 5, 4
+TOKENS = [2 - 2 * (rank % 2) for rank in range(RANKS)]  # every second rank sends nothing
 f32 = np.float32
-EAGER = "          while (!call.has_come(thread))\n            if (!call.again(thread)) break;\n"
+BUGS = {
+    "eager": "          while (!call.has_come(thread))\n            if (!call.again(thread)) break;\n",
+    "no meeting": "  call.meet();\n",
+}
 
 
 class Call(NamedTuple):
@@ -43,10 +47,9 @@ with once():
     streams = [device.stream() for device in devices]
     for device in devices:
         if len(sys.argv) > 3:
-            source = Source.find("ulysses")
-            assert sys.argv[3] == "eager"
-            assert EAGER in source.text
-            ops._modules[device, "ulysses"] = device.module(replace(source, text=source.text.replace(EAGER, ";")))
+            source, bug = Source.find("ulysses"), BUGS[sys.argv[3]]
+            assert bug in source.text
+            ops._modules[device, "ulysses"] = device.module(replace(source, text=source.text.replace(bug, "")))
         ops.kernel(device, "scale", "scale<float,1>").occupancy(256)
         for op in ("ulysses_to_heads", "ulysses_to_tokens"):
             ops.kernel(device, "ulysses", f"{op}<{PROTOCOLS.index(PROTOCOL)},{RANKS}>").occupancy(BLOCK)
