@@ -31,6 +31,10 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example(device: Device, example: str) -> None:
+    if "World.spawn" in (HOME / "examples" / example).read_text() and device.driver.kind == "cuda":
+        count = device.driver.cuDeviceGetCount()
+        if count < 2:
+            pytest.skip(f"needs 2 GPUs, there are {count}")
     done = run(example, DRVKIT_DEVICE=device.id)
     if "nothing to show" in done.stdout:
         pytest.skip("needs CuPy, and a GPU for it")

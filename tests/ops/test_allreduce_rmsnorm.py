@@ -276,12 +276,12 @@ MIXED = {"packets": 1, "lamport": 2, "flags": 4, "two_shot": 6}
 
 
 def test_protocols_take_turns_and_give_the_same_bits(device: Device, rng: np.random.Generator) -> None:
-    ranks = ranks_of("virtual", device, 3, max_tokens=6, hidden=600, protocols=MIXED)
+    ranks = ranks_of("virtual", device, 2, max_tokens=6, hidden=600, protocols=MIXED)
     try:
         assert [ranks.group.protocol_of(tokens) for tokens in (1, 2, 3, 4, 5)] == [
             *("packets", "lamport", "flags", "flags", "two_shot")
         ]
-        host = given(rng, 3, 5, 600, bf16)
+        host = given(rng, 2, 5, 600, bf16)
         wanted: dict[str, NDArray[Any]] = {}
         for tokens in (5, 1, 2, 4, 1, 5, 2, 3, 5, 5, 5):
             arrays = ranks.arrays({name: each[:, :tokens] if each.ndim == 3 else each for name, each in host.items()})
@@ -299,10 +299,10 @@ def test_rows_are_taken_in_turns_where_not_all_have_a_block(
     device: Device, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(AllReduce, "_resident", lambda *_: 2)
-    ranks = ranks_of("virtual", device, 2, max_tokens=9, hidden=64, protocols={"lamport": 7, "flags": 9}, dtype=f32)
+    ranks = ranks_of("virtual", device, 2, max_tokens=9, hidden=64, protocols={"lamport": 7, "flags": 9})
     try:
         for tokens in (7, 9, 7):
-            host = given(rng, 2, tokens, 64, f32)
+            host = given(rng, 2, tokens, 64, bf16)
             arrays = ranks.arrays(host)
             ranks.call(arrays)
             check(ranks.results(arrays), host)

@@ -125,7 +125,7 @@ class Ranks:
 
 SHAPES = [
     ("virtual", 2, 4, 2, [3, 3], bf16),
-    ("virtual", 4, 8, 2, [2, 2, 2, 2], f32),
+    ("virtual", 3, 6, 2, [2, 2, 2], f32),
     ("devices", 2, 5, 5, [7, 0], e4m3),
     ("devices", 3, 6, 2, [1, 5, 2], bf16),
 ]

@@ -16,8 +16,9 @@ from drvkit import ops
 from drvkit.channel import PROTOCOLS
 from drvkit.cpu.explore import once
 from drvkit.device import Device
+from drvkit.ops import ulysses as op
 from drvkit.ops.scale import scale
-from drvkit.ops.ulysses import BLOCK, Ulysses, ulysses_to_heads, ulysses_to_tokens
+from drvkit.ops.ulysses import Ulysses, ulysses_to_heads, ulysses_to_tokens
 from drvkit.ref import ulysses as ref
 from drvkit.source import Source
 from drvkit.world import World
@@ -26,6 +27,7 @@ RANKS, PROTOCOL = int(sys.argv[1]), sys.argv[2]
 CALLS, DIM = 5, 4
 TOKENS = [2 - 2 * (rank % 2) for rank in range(RANKS)]  # every second rank sends nothing
 f32 = np.float32
+op.BLOCK = 32  # more threads have nothing to do
 BUGS = {
     "eager": "          while (!call.has_come(thread))\n            if (!call.again(thread)) break;\n",
     "no meeting": "  call.meet();\n",
@@ -51,8 +53,8 @@ with once():
             assert bug in source.text
             ops._modules[device, "ulysses"] = device.module(replace(source, text=source.text.replace(bug, "")))
         ops.kernel(device, "scale", "scale<float,1>").occupancy(256)
-        for op in ("ulysses_to_heads", "ulysses_to_tokens"):
-            ops.kernel(device, "ulysses", f"{op}<{PROTOCOLS.index(PROTOCOL)},{RANKS}>").occupancy(BLOCK)
+        for way in ("ulysses_to_heads", "ulysses_to_tokens"):
+            ops.kernel(device, "ulysses", f"{way}<{PROTOCOLS.index(PROTOCOL)},{RANKS}>").occupancy(op.BLOCK)
     calls: list[Call] = []
     for _ in range(CALLS):
         q, k, v = ([rng.normal(size=(n, RANKS, DIM)).astype(f32) for n in TOKENS] for _ in range(3))
