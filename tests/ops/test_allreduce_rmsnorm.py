@@ -190,6 +190,21 @@ def test_what_is_no_group_and_no_place_is_refused(device: Device, graph: Graph) 
         group.check()
 
 
+def test_a_call_does_not_go_ahead_of_one_that_cannot_be_waited_for(device: Device) -> None:
+    with World.of_virtual(device, 2) as world, AllReduce(world, **GROUP) as group:
+        x: Any = device.zeros((2, 3, 64), bf16)
+        operands = {"x": x, "residual": x, "weight": device.zeros(64, bf16), "out": x}
+        operands["residual_out"] = device.zeros((2, 3, 64), bf16)
+        with device.stream() as first, device.stream() as second, Graph(device, "captured") as captured:
+            allreduce_rmsnorm(first, group, **operands)
+            with captured.capture(first), pytest.raises(ValueError, match=r"^allreduce_rmsnorm: the call before is on"):
+                allreduce_rmsnorm(second, group, **operands)
+            allreduce_rmsnorm(second, group, **operands)
+            second.synchronize()
+            group.check()
+            assert group.states[0].numpy()[:, 0].tolist() == [2, 2]
+
+
 def test_results_overlap_nothing_but_what_they_replace(device: Device, graph: Graph) -> None:
     with World.of_virtual(device, 2) as world, AllReduce(world, **GROUP) as group:
         names = ("x", "residual", "out", "residual_out")

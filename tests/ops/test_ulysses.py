@@ -225,6 +225,9 @@ def test_a_rank_that_does_not_come_leaves_no_result(device: Device, rng: np.rand
                 assert np.isnan(theirs).all(), "what rank 1 did not send"
             with pytest.raises(WorldError, match=r"^Ulysses: rank 0 waited in call 2 for rank 1, which did not come"):
                 ranks.group.check()
+            ulysses_to_heads(ranks.streams[1], ranks.group, x[1], x[1], x[1])  # too late
+            ranks.streams[1].synchronize()
+            assert packets_up_to or np.isnan(ranks.group.q(8, 0).numpy()[4:]).all(), "rank 0 has failed: it stays"
             ranks.group.reset()
             ranks.call(ulysses_to_heads, [x, x, x], None)
             assert not np.isnan(np.array(ranks.results("q", [8, 8]))).any()
