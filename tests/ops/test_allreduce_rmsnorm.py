@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from compare import assert_close, assert_equal_bits
 from numpy.typing import NDArray
+from worlds import world_of
 
 from drvkit.cpu.explore import failures
 from drvkit.device import Device
@@ -256,15 +257,7 @@ KINDS = ["virtual", "devices"]
 
 
 def ranks_of(kind: str, device: Device, size: int, **how: Any) -> Ranks:
-    if kind == "virtual":
-        world = World.of_virtual(device, size)
-    elif device.driver.kind == "cpu":
-        world = World.of_devices([Device(f"cpu:{rank}") for rank in range(size)])
-    else:
-        count = device.driver.cuDeviceGetCount()
-        if count < size:
-            pytest.skip(f"needs {size} GPUs, there are {count}")
-        world = World.of_devices([Device(f"cuda:{rank}") for rank in range(size)])
+    world = world_of(kind, device, size)
     return Ranks(world, AllReduce(world, **how))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from compare import assert_equal_bits
 from numpy.typing import NDArray
+from worlds import world_of
 
 from drvkit.channel import Channel
 from drvkit.device import Device
@@ -31,17 +32,6 @@ from drvkit.world import World, WorldError
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
 KINDS = ["virtual", "devices"]
-
-
-def world_of(kind: str, device: Device, size: int) -> World:
-    if kind == "virtual":
-        return World.of_virtual(device, size)
-    if device.driver.kind == "cpu":
-        return World.of_devices([Device(f"cpu:{rank}") for rank in range(size)])
-    count = device.driver.cuDeviceGetCount()
-    if count < size:
-        pytest.skip(f"needs {size} GPUs, there are {count}")
-    return World.of_devices([Device(f"cuda:{rank}") for rank in range(size)])
 
 
 class Ranks:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from compare import assert_close, assert_equal_bits
 from numpy.typing import NDArray
+from worlds import world_of
 
 from drvkit.cpu.explore import failures
 from drvkit.device import Device
@@ -22,17 +23,6 @@ from drvkit.ref import ulysses as ref
 from drvkit.world import World, WorldError
 
 bf16, f32, e4m3 = ml_dtypes.bfloat16, np.float32, ml_dtypes.float8_e4m3fn
-
-
-def world_of(kind: str, device: Device, size: int) -> World:
-    if kind == "virtual":
-        return World.of_virtual(device, size)
-    if device.driver.kind == "cpu":
-        return World.of_devices([Device(f"cpu:{rank}") for rank in range(size)])
-    count = device.driver.cuDeviceGetCount()
-    if count < size:
-        pytest.skip(f"needs {size} GPUs, there are {count}")
-    return World.of_devices([Device(f"cuda:{rank}") for rank in range(size)])
 
 
 def random_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
