@@ -57,6 +57,62 @@ __device__ uint4 sum(const uint4 (&words)[kRanks], int me, uint4 mine) {
   return present<T>(made);
 }
 
+// Packets: each word of 4 bytes beside the number of its call, together one access of 8 bytes. 16 bytes take 32.
+__device__ inline unsigned long long packet(unsigned word, unsigned number) {
+  return static_cast<unsigned long long>(number) << 32 | word;
+}
+__device__ inline void store_packets(unsigned char* p, unsigned number, uint4 words) {
+  store_relaxed_sys_8x2(p, packet(words.x, number), packet(words.y, number));
+  store_relaxed_sys_8x2(p + 16, packet(words.z, number), packet(words.w, number));
+}
+// To all others, `at` bytes into their parts.
+template <bool kMulticast, int kRanks>
+__device__ void send_packets(const Call<kRanks>& call, long long at, uint4 words) {
+  const unsigned number = call.number + 1;
+  if constexpr (kMulticast) {
+    unsigned char* const all = call.everywhere + at;
+    multimem_store_relaxed_sys_8(all, packet(words.x, number));
+    multimem_store_relaxed_sys_8(all + 8, packet(words.y, number));
+    multimem_store_relaxed_sys_8(all + 16, packet(words.z, number));
+    multimem_store_relaxed_sys_8(all + 24, packet(words.w, number));
+  } else {
+#pragma unroll
+    for (int step = 1; step < kRanks; ++step)
+      store_packets(call.part((call.me + step) % kRanks) + at, number, words);
+  }
+}
+// Whether all four are of the call of this number; then `words` are what they carry.
+__device__ inline bool load_packets(const unsigned char* p, unsigned number, uint4& words) {
+  const ulonglong2 low = load_relaxed_sys_8x2(p), high = load_relaxed_sys_8x2(p + 16);
+  words = {static_cast<unsigned>(low.x), static_cast<unsigned>(low.y), static_cast<unsigned>(high.x),
+           static_cast<unsigned>(high.y)};
+  return low.x >> 32 == number && low.y >> 32 == number && high.x >> 32 == number && high.y >> 32 == number;
+}
+
+// What this block has stored to the others is there, and what their blocks of the same number have stored here. All
+// threads. Another rank may be one call ahead, and its flag with it; what a flag was before is of no account, so a block
+// that was not launched for some calls makes no difference.
+template <bool kMulticast, int kRanks>
+__device__ void meet_by_flags(Call<kRanks>& call) {
+  const auto flag = [&](unsigned char* part, int from) {
+    return &reinterpret_cast<Lines*>(part)->flags[blockIdx.x][from];
+  };
+  const int other = threadIdx.x;
+  __syncthreads();
+  if (!call.failed) {
+    if (kMulticast && threadIdx.x == 0)
+      multimem_store_release_sys(flag(call.everywhere, call.me), call.number + 1);
+    if (other < kRanks && other != call.me) {
+      if (!kMulticast) store_release_sys(flag(call.part(other), call.me), call.number + 1);
+      for (;;) {
+        const unsigned seen = load_acquire_sys(flag(call.part(call.me), other));
+        if (seen == call.number + 1 || seen == number_behind(call.number) + 1 || !call.again(other)) break;
+      }
+    }
+  }
+  call.failed = __syncthreads_or(call.failed);
+}
+
 // The mailboxes of a protocol: [kGenerations, kRanks, capacity] rows of row_bytes (twice as many for packets), from byte
 // `begin` of each part on; this thread has the 16 bytes of number `chunk` of each row.
 template <int kRanks, bool kMulticast>

@@ -164,13 +164,9 @@ class Ulysses(Channel):
             )
         return seen, seen.shape[-3], seen.strides[-3] // 16
 
-    def shares(self, op: str, place: int, tokens: Sequence[int] | None, local: int | None) -> list[int]:
-        """The tokens of each rank, for a call that has ``local`` of its own, if that is known."""
+    def shares(self, op: str, tokens: Sequence[int]) -> list[int]:
+        """The tokens of each rank, checked."""
         size = self.world.size
-        if tokens is None:
-            if local is None:
-                raise TypeError(f"{op}: tokens: wanted the number of each rank's tokens")
-            tokens = [local] * size
         if not isinstance(tokens, Sequence):
             raise TypeError(f"{op}: tokens: wanted the number of each rank's tokens, got {tokens!r}")
         made = [whole(f"{op}: tokens[{rank}]", each) for rank, each in enumerate(tokens)]
@@ -178,9 +174,6 @@ class Ulysses(Channel):
             raise ValueError(f"{op}: tokens: wanted the number of each of {size} ranks, got {made}")
         if self.world.virtual and len(set(made)) > 1:
             raise ValueError(f"{op}: tokens: wanted as many for each virtual rank, got {made}")
-        own = made[self.world.ranks[place]]
-        if local is not None and own != local:
-            raise ValueError(f"{op}: rank {self.world.ranks[place]} gives {local} tokens, tokens says {own}")
         if sum(made) > self.max_tokens or max(made) > self.max_local_tokens:
             raise ValueError(
                 f"{op}: tokens: {made} are more than the {self.max_tokens} of all, or the {self.max_local_tokens} of "
@@ -259,7 +252,10 @@ def ulysses_to_heads(
     for role, (_, count, _) in views.items():
         if count != local:
             raise ValueError(f"{op}: {role} has {count} tokens, q has {local}")
-    shares = group.shares(op, place, tokens, local)
+    shares = group.shares(op, [local] * group.world.size if tokens is None else tokens)
+    rank = group.world.ranks[place]
+    if shares[rank] != local:
+        raise ValueError(f"{op}: rank {rank} gives {local} tokens, tokens says {shares[rank]}")
     results = dict.fromkeys(given, sum(shares))
     group.apart_from_results(op, place, {role: seen for role, (seen, _, _) in views.items()}, results)
     units = group.head_bytes // 16
@@ -303,7 +299,7 @@ def ulysses_to_tokens(
     seen, count, row = group.operand(op, "o", o, counts[group.world.ranks[place]])
     if tokens is None and count % size:
         raise ValueError(f"{op}: o has {count} tokens, which {size} ranks cannot share alike: tokens= says how")
-    shares = group.shares(op, place, [count // size] * size if tokens is None else tokens, None)
+    shares = group.shares(op, [count // size] * size if tokens is None else tokens)
     if sum(shares) != count:
         raise ValueError(f"{op}: o has {count} tokens, tokens has {sum(shares)} together")
     group.apart_from_results(op, place, {"o": seen}, {"o": shares[group.world.ranks[place]]})

@@ -37,6 +37,7 @@ def given(rng: np.random.Generator, ranks: int, tokens: int, hidden: int, dtype:
     odd.view(np.uint32)[:, rng.integers(0, odd.view(np.uint32).shape[1], 3)] = ref.ABSENT
     if dtype is f32 and ranks > 1:  # no word means absent, but the sum does
         odd.view(np.uint32)[:, 0] = [0x80007FFF, 0x80000001, *[0] * (ranks - 2)]
+        made["residual"].reshape(ranks, -1)[:, 0] = 0  # which else would hide it
     made["weight"] = rng.normal(size=hidden).astype(f32).astype(dtype)
     return made
 
