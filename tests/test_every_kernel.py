@@ -64,6 +64,7 @@ INSTANCES: dict[str, list[str]] = {
         *instances("scale_dynamic", *FLOATS, *WIDE),
         *instances("scale_padded", *FLOATS, "int"),
     ],
+    "step_tokens": [],
     "ulysses": [
         *instances("ulysses_to_heads", "1,2", "2,2", "1,8", "2,8"),
         *instances("ulysses_to_tokens", "1,2", "2,2", "1,8", "2,8"),

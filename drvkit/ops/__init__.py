@@ -27,6 +27,7 @@ import numpy as np
 from ..device import Device, Stream
 from ..memory import Buffer, View, view_of
 from ..module import Kernel, Module, shared_module
+from ..records import Format, Pages
 
 if TYPE_CHECKING:
     from ..graph import After, Graph
@@ -136,6 +137,44 @@ def view(label: str, operand: Any, dtypes: Collection[np.dtype[Any]]) -> View:
 
 def _wanted(label: str, dtypes: Collection[np.dtype[Any]]) -> str:
     return f"{label}: wanted a device array of {' or '.join(dtype.name for dtype in dtypes)}"
+
+
+def is_a(kind: type, op: str, role: str, given: Any) -> None:
+    """Refuse what was given in place of an object of drvkit's."""
+    if not isinstance(given, kind):
+        raise TypeError(f"{op}: {role}: wanted a {kind.__name__}, got {type(given).__name__}")
+
+
+def paged(op: str, role: str, pages: Pages, formats: Collection[Format], max_requests: int) -> dict[str, View]:
+    """What a kernel reads or writes of rows in pages of one of ``formats``: the pool and its block table."""
+    is_a(Pages, op, role, pages)
+    if pages.format not in formats:
+        wanted = " or ".join(f"{each.name} of {each.dim}" for each in formats)
+        raise ValueError(f"{op}: {role}: wanted rows of {wanted}, got {pages.format.name} of {pages.format.dim}")
+    size = whole(f"{op}: {role}: page_size", pages.page_size)
+    if not 1 <= size <= 256 or size & (size - 1):
+        raise ValueError(f"{op}: {role}: page_size: wanted a power of two up to 256, got {size}")
+    label = f"{op}: {role}: pool"
+    pool = aligned(label, array(label, pages.pool, [np.dtype(np.uint8)]))
+    page_bytes = pages.format.page_bytes(size)
+    if len(pool.shape) != 2 or pool.shape[1] != page_bytes or not 0 < pool.shape[0] < 2**31:
+        raise ValueError(
+            f"{label}: wanted shape (pages, {page_bytes}): {size} rows of {pages.format.name} a page; got {pool.shape}"
+        )
+    label = f"{op}: {role}: block_table"
+    table = array(label, pages.block_table, [np.dtype(np.int32)])
+    if len(table.shape) != 2 or table.shape[0] != max_requests or not table.shape[1]:
+        raise ValueError(f"{label}: wanted shape ({max_requests}, pages of a request), got {table.shape}")
+    return {f"{role}'s pool": pool, f"{role}'s block_table": table}
+
+
+def page_args(pages: Pages) -> tuple[Any, ...]:
+    """Checked ones as kernels take them: pool, block_table, pages, table_width, page_bits, page_bytes."""
+    count, page_bytes = pages.pool.shape
+    return (
+        *(pages.pool, pages.block_table, count, pages.block_table.shape[1]),
+        *(pages.page_size.bit_length() - 1, page_bytes),
+    )
 
 
 def whole(label: str, number: Any) -> int:

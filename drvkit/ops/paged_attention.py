@@ -22,7 +22,23 @@ from numpy.typing import DTypeLike
 
 from ..device import Device
 from ..memory import Buffer, view_of
-from . import DIMS, HALVES, PAGE_SIZES, POOLS, Where, aligned, apart, array, launch, shaped, span, submit, view, whole
+from . import (
+    DIMS,
+    HALVES,
+    PAGE_SIZES,
+    POOLS,
+    Where,
+    aligned,
+    apart,
+    array,
+    is_a,
+    launch,
+    shaped,
+    span,
+    submit,
+    view,
+    whole,
+)
 
 if TYPE_CHECKING:
     from ..graph import After
@@ -206,7 +222,7 @@ def plan_decode(
     A length beyond the block table is cut to it; the CPU device reports it.
     """
     shaped("plan_decode: lengths", array("plan_decode: lengths", lengths, [np.dtype(np.int32)]), (plan.requests,))
-    is_a(DecodePlan, "plan_decode", plan)
+    is_a(DecodePlan, "plan_decode", "plan", plan)
     sets, teams = plan.heads // plan.abreast, plan.blocks // plan.abreast
     args = (
         *(lengths, plan.schedule, plan.requests, plan.capacity, sets, plan.q_len, plan.reach, plan.unit_tiles),
@@ -253,7 +269,7 @@ def paged_attention(
     that this reads.
     """
     op = "paged_attention"
-    is_a(DecodePlan, op, plan)
+    is_a(DecodePlan, op, "plan", plan)
     shape = (plan.requests, plan.q_len, plan.q_heads, plan.dim)
     q_pointer, q_stride = queries(f"{op}: q", plan, q, shape)
     pointers, geometry = pools(op, plan, k, v, layout)
@@ -387,11 +403,6 @@ def results(
             if role == "out" and other == "q" and (seen.address, seen.strides) == (result.address, result.strides):
                 continue
             apart(f"{op}: {role}", result, other, seen)
-
-
-def is_a(kind: type[AttentionPlan], op: str, plan: Any) -> None:
-    if not isinstance(plan, kind):
-        raise TypeError(f"{op}: plan: wanted a {kind.__name__}, got {type(plan).__name__}")
 
 
 def pools(

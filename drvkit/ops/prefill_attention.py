@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..device import Device
-from . import POOLS, Where, array, launch, shaped
-from .paged_attention import THREADS, AttentionPlan, is_a, options, pools, queries, results
+from . import POOLS, Where, array, is_a, launch, shaped
+from .paged_attention import THREADS, AttentionPlan, options, pools, queries, results
 
 if TYPE_CHECKING:
     from ..graph import After
@@ -114,7 +114,7 @@ def plan_prefill(
     op, ints = "plan_prefill", [np.dtype(np.int32)]
     shaped(f"{op}: q_starts", array(f"{op}: q_starts", q_starts, ints), (plan.max_requests + 1,))
     shaped(f"{op}: lengths", array(f"{op}: lengths", lengths, ints), (plan.max_requests,))
-    is_a(PrefillPlan, op, plan)
+    is_a(PrefillPlan, op, "plan", plan)
     args = (
         *(q_starts, lengths, plan.schedule, plan.max_requests, plan.max_tokens, plan.capacity, plan.reach),
         *(plan.rows, plan.tiles),
@@ -160,7 +160,7 @@ def prefill_attention(
     not on how a prompt is cut into chunks nor on the other requests.
     """
     op = "prefill_attention"
-    is_a(PrefillPlan, op, plan)
+    is_a(PrefillPlan, op, "plan", plan)
     shape = (plan.max_tokens, plan.q_heads, plan.dim)
     q_pointer, q_stride = queries(f"{op}: q", plan, q, shape)
     pointers, geometry = pools(op, plan, k, v, layout)

@@ -1,0 +1,94 @@
+// How rows of a latent cache lie in pages; drvkit/records.py says the same in numpy.
+//
+// A page of n entries has the values of all n, then the scales of all n. Entry e of a request is in the page that its
+// block table has at e / n % width, at place e % n.
+
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include "check.cuh"
+#include "vec.cuh"
+
+namespace dk {
+
+// kFormat of an instance.
+constexpr int kKvFp8 = 0, kKvBf16 = 1, kKeyMxfp4 = 2, kKeyFp8 = 3, kKeyBf16 = 4;
+
+constexpr int kRotary = 64;  // elements of a row that are rotated, its last ones
+
+template <int kFormat>
+struct Record {
+  static constexpr int kDim = kFormat == kKvFp8 || kFormat == kKvBf16 ? 512 : 128;
+  static constexpr int kValueBytes = kFormat == kKvFp8     ? 576
+                                     : kFormat == kKeyMxfp4 ? 64
+                                     : kFormat == kKeyFp8   ? 128
+                                                            : 2 * kDim;
+  static constexpr int kScaleBytes = kFormat == kKvFp8 ? 8 : kFormat == kKeyMxfp4 || kFormat == kKeyFp8 ? 4 : 0;
+};
+
+// A pool of pages, as it comes into a kernel.
+template <int kFormat, typename Byte>
+struct PagesOf {
+  Byte* pool;
+  const int* block_table;
+  int pages, table_width, page_bits;  // an entry is one of 2^page_bits of a page
+  long long page_bytes;
+
+  // The page of an entry; -1 if the table names none of the pool's.
+  __device__ int page_of(int request, int entry) const {
+    const int number = (entry >> page_bits) % table_width;
+    const int page = block_table[1ll * request * table_width + number];
+    DK_CHECK(0 <= page && page < pages, "block_table[%d][%d] is %d: the pool has %d pages\n", request, number, page,
+             pages);
+    return 0 <= page && page < pages ? page : -1;
+  }
+  __device__ int place_of(int entry) const { return entry & ((1 << page_bits) - 1); }
+  __device__ Byte* values(int page, int place) const {
+    return pool + page * page_bytes + place * Record<kFormat>::kValueBytes;
+  }
+  __device__ Byte* scales(int page, int place) const {
+    return pool + page * page_bytes + (Record<kFormat>::kValueBytes << page_bits) +
+           place * Record<kFormat>::kScaleBytes;
+  }
+};
+
+// The exponent + 127 of the least power of two that is not below x, which is positive and normal.
+__device__ inline unsigned exponent_above(float x) {
+  const unsigned bits = __float_as_uint(x);
+  return (bits >> 23) + ((bits & 0x7fffff) != 0);
+}
+// 2^(exponent - 127), and its inverse, for exponents from 1 to 253.
+__device__ inline float power_of_two(unsigned exponent) { return __uint_as_float(exponent << 23); }
+__device__ inline float inverse_power_of_two(unsigned exponent) { return __uint_as_float((254 - exponent) << 23); }
+
+// The exponent + 127 of a block's scale, of its largest magnitude: that of e4m3 and of e2m1.
+constexpr float kLargestBf16 = 3.38953139e38f;
+__device__ inline unsigned exponent_of_e4m3(float largest) {
+  return exponent_above(__fmul_rn(fmaxf(fminf(largest, kLargestBf16), 1e-4f), 1.0f / 448.0f));
+}
+__device__ inline unsigned exponent_of_e2m1(float largest) {
+  return exponent_above(__fmul_rn(fmaxf(fminf(largest, kLargestBf16), 6.0f * 1.17549435e-38f), 1.0f / 6.0f));
+}
+
+// x rounded to the nearest bfloat16, ties to even: what a row is rounded to before it is encoded.
+__device__ inline float as_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+
+// Four e4m3, the first in the lowest byte, to the nearest, ties to even; what is larger than 448 in size becomes 448.
+__device__ inline unsigned e4m3_of(float a, float b, float c, float d) {
+  return __nv_fp8x4_e4m3(float4{a, b, c, d}).__x;
+}
+
+// e2m1 of x in the low four bits, to the nearest, ties to even; what is larger than 6 in size becomes 6, and so does NaN.
+// Architectures from sm_100a on have an instruction; this is for all. Magnitudes: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+__device__ inline unsigned e2m1_of(float x) {
+  const float size = fabsf(x);
+  // A tie goes to the code that is even: up from 0.75, 1.75 and 3.5, down from 0.25, 1.25, 2.5 and 5.
+  const unsigned code = (size > 0.25f) + (size >= 0.75f) + (size > 1.25f) + (size >= 1.75f) + (size > 2.5f) +
+                        (size >= 3.5f) + (size > 5.0f);
+  const unsigned sign = __float_as_uint(x) >> 28 & 8;
+  return size == size ? code | sign : 7;
+}
+
+}  // namespace dk
