@@ -1,8 +1,9 @@
-"""``python -m drvkit``: scripts on the CPU device, checked and explored.
+"""``python -m drvkit``: scripts on the CPU device, checked and explored; and what caches of latent attention take.
 
     python -m drvkit check SCRIPT [ARGUMENTS]
     python -m drvkit explore SCRIPT [ARGUMENTS] --ranks 4 --schedules 1000
     python -m drvkit explore SCRIPT [ARGUMENTS] --ranks 4 --seed 17
+    python -m drvkit kvcache --model v4-pro --tokens 1048576
 
 What its exit codes say is in `CODES`.
 """
@@ -15,6 +16,7 @@ import shlex
 import sys
 import time
 
+from . import account
 from .cpu.explore import FAILED, FOUND, Outcome, environment, explore, failures, follow, run, summary
 
 __all__ = ["main"]
@@ -28,7 +30,9 @@ VERDICTS = {0: "no finding", FOUND: "a finding", FAILED: "no finding, but the sc
 def main(arguments: list[str] | None = None) -> int:
     """The command; gives its exit code."""
     parser = argparse.ArgumentParser(
-        prog="drvkit", description="Scripts on the CPU device, checked and explored.", epilog=CODES
+        prog="drvkit",
+        description="Scripts on the CPU device, checked and explored; and what caches of latent attention take.",
+        epilog=CODES,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="run a script with all checks", epilog=CODES)
@@ -41,7 +45,15 @@ def main(arguments: list[str] | None = None) -> int:
     search.add_argument("--until-failure", action="store_true", help="stop at the first failure")
     search.add_argument("--jobs", type=_count, default=os.cpu_count() or 1, help="runs at a time (default: all CPUs)")
     search.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="of a run (default 60)")
+    cache = commands.add_parser("kvcache", help="what the caches of a model with latent attention take")
+    cache.add_argument("--model", choices=account.MODELS, default="v4-pro", help="whose (default v4-pro)")
+    cache.add_argument("--tokens", type=_count, default=2**20, metavar="N", help="of a request (default 1048576)")
+    cache.add_argument("--requests", type=_count, default=1, metavar="N", help="how many (default 1)")
     given, rest = parser.parse_known_args(arguments)
+    if given.command == "kvcache":
+        if rest:
+            parser.error(f"unrecognized arguments: {shlex.join(rest)}")
+        return _account(given)
     if not os.path.isfile(given.script):
         parser.error(f"there is no file {given.script}")
     os.environ.update(environment("raced" if given.command == "check" else "explored", given.ranks))
@@ -58,6 +70,13 @@ def _count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"wanted at least 1, got {number}")
     return number
+
+
+def _account(given: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    Console().print(account.table(account.MODELS[given.model], given.tokens, given.requests))
+    return 0
 
 
 def _check(script: str, arguments: list[str]) -> int:

@@ -168,10 +168,10 @@ class Device:
     def arch(self) -> str:
         """What kernels are compiled for: ``"sm_90a"``. From 9.0 on with the features of exactly this architecture.
 
-        ``"compute_90"`` for the CPU device: it takes PTX.
+        ``"compute_90a"`` for the CPU device: it takes PTX.
         """
         if self.driver.kind == "cpu":
-            return "compute_90"
+            return "compute_90a"
         major, minor = self.compute_capability
         return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 

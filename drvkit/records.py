@@ -110,7 +110,7 @@ def power_of_two_above(x: Float32) -> tuple[Float32, Bytes]:
 
 def _scaled(x: Float32, block: int, most: int, floor: float) -> tuple[Float32, Bytes]:
     """Blocks [..., n, block] of x divided by their scales; the scales' exponents [..., n]."""
-    blocks = x.reshape(*x.shape[:-1], -1, block)
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
     largest = np.fmin(np.fmax.reduce(np.abs(blocks), axis=-1), np.float32(LARGEST))
     scales, exponents = power_of_two_above(np.fmax(largest, np.float32(floor)) * np.float32(1 / most))
     return np.clip(blocks / scales[..., None], -most, most), exponents
@@ -122,7 +122,7 @@ def _powers(exponents: Bytes) -> Float32:
 
 def _encode_kv_fp8(x: Float32) -> tuple[Bytes, Bytes]:
     blocks, exponents = _scaled(x[..., :-ROTARY], 64, E4M3_MAX, FP8_FLOOR)
-    codes = blocks.astype(ml_dtypes.float8_e4m3fn).view(np.uint8).reshape(*x.shape[:-1], -1)
+    codes = blocks.astype(ml_dtypes.float8_e4m3fn).view(np.uint8).reshape(*x.shape[:-1], blocks.shape[-2] * 64)
     turned = np.ascontiguousarray(x[..., -ROTARY:].astype(ml_dtypes.bfloat16)).view(np.uint8)
     padding = np.zeros((*exponents.shape[:-1], 1), np.uint8)
     return np.concatenate([codes, turned], axis=-1), np.concatenate([exponents, padding], axis=-1)
@@ -130,7 +130,7 @@ def _encode_kv_fp8(x: Float32) -> tuple[Bytes, Bytes]:
 
 def _decode_kv_fp8(values: Bytes, scales: Bytes) -> Float32:
     codes = np.ascontiguousarray(values[..., : -2 * ROTARY]).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    blocks = codes.reshape(*codes.shape[:-1], -1, 64) * _powers(scales[..., :-1])[..., None]
+    blocks = codes.reshape(*codes.shape[:-1], 7, 64) * _powers(scales[..., :-1])[..., None]
     turned = np.ascontiguousarray(values[..., -2 * ROTARY :]).view(ml_dtypes.bfloat16).astype(np.float32)
     return np.concatenate([blocks.reshape(codes.shape), turned], axis=-1)
 
@@ -166,8 +166,8 @@ def _encode_mxfp4(x: Float32) -> tuple[Bytes, Bytes]:
 
 def _decode_mxfp4(values: Bytes, scales: Bytes) -> Float32:
     nibbles = np.stack([values & 0xF, values >> 4], axis=-1).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    blocks = nibbles.reshape(*values.shape[:-1], -1, 32) * _powers(scales)[..., None]
-    rows: Float32 = blocks.reshape(*values.shape[:-1], -1)
+    blocks = nibbles.reshape(*values.shape[:-1], 4, 32) * _powers(scales)[..., None]
+    rows: Float32 = blocks.reshape(*values.shape[:-1], 128)
     return rows
 
 

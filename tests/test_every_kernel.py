@@ -41,6 +41,14 @@ INSTANCES: dict[str, list[str]] = {
         *instances("all_gather", "1,false,2", "1,true,8", "2,false,8", "2,true,3"),
         *instances("barrier", "2", "8"),
     ],
+    "indexer": [
+        *instances("indexer_query", "__nv_bfloat16,2", "float,3", "float,4"),
+        *instances("indexer_logits", "2", "3", "4"),
+    ],
+    "kv_compress": instances(
+        "kv_compress",
+        *("4,0,false,1", "4,2,true,1", "4,3,false,1", "128,0,false,8", "128,1,false,1"),
+    ),
     "kv_write": instances(
         "kv_write",
         *(f"{t},{kv},{rotation}" for t in HALVES for kv in (t, "__nv_fp8_e4m3") for rotation in range(3)),
@@ -59,12 +67,14 @@ INSTANCES: dict[str, list[str]] = {
         *("__nv_bfloat16,__nv_bfloat16,128,16,0", "__half,__half,64,8,15"),
         *("__nv_bfloat16,__nv_fp8_e4m3,128,16,12", "__nv_bfloat16,__nv_bfloat16,256,16,15"),
     ),
+    "query_kv": instances("query_kv", "0", "1"),
     "scale": [
         *instances("scale", *FLOATS, *WIDE),
         *instances("scale_dynamic", *FLOATS, *WIDE),
         *instances("scale_padded", *FLOATS, "int"),
     ],
     "step_tokens": [],
+    "top_k": instances("top_k", "1", "8"),
     "ulysses": [
         *instances("ulysses_to_heads", "1,2", "2,2", "1,8", "2,8"),
         *instances("ulysses_to_tokens", "1,2", "2,2", "1,8", "2,8"),
@@ -100,7 +110,7 @@ def test_a_cubin_is_made_without_warnings_or_spills(stem: str, arch: str) -> Non
 
 @pytest.mark.parametrize("stem", INSTANCES)
 def test_ptx_has_every_kernel(stem: str) -> None:
-    image = build(Source.find(stem), INSTANCES[stem], arch="compute_90", kind="ptx")
+    image = build(Source.find(stem), INSTANCES[stem], arch="compute_90a", kind="ptx")
     assert not image.log
     entries = set(re.findall(r"^\.(?:visible|weak) \.entry (\w+)\(", image.data.decode(), re.MULTILINE))
     assert entries >= set(image.lowered.values())

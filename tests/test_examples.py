@@ -45,6 +45,6 @@ def test_example(device: Device, example: str) -> None:
 def test_without_a_gpu_the_cpu_device_is_taken_and_said() -> None:
     done = run("01_launch.py", CUDA_VISIBLE_DEVICES="", DRVKIT_DEVICE="")  # no device, also where there is one
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "(cpu:0, compute_90)" in done.stdout
+    assert "(cpu:0, compute_90a)" in done.stdout
     (line,) = done.stderr.splitlines()
     assert line.startswith("drvkit: no GPU here (")

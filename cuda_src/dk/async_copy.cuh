@@ -26,6 +26,10 @@ __device__ inline void copy_async_16(unsigned to, const void* from, int bytes, u
                "l"(policy)
                : "memory");
 }
+// Bring the 128 bytes around p into the L2 cache, if `wanted`.
+__device__ inline void prefetch_l2(const void* p, bool wanted) {
+  if (wanted) asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
 // What this thread has queued since the last call is one group.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until all groups of this thread but the newest kLeft are there. Others see them behind a barrier.

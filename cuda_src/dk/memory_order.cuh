@@ -105,10 +105,36 @@ __device__ inline unsigned load_relaxed_gpu(const unsigned* p) {
   return value;
 }
 
+// Threads of a block meet at one of its barriers, or tell that they have come and go on: `threads` of both in all, of whole
+// warps. What was written before is seen by who meets.
+__device__ inline void meet_acq_rel_cta(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ inline void arrive_release_cta(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+// What this thread wrote to shared memory is seen by products that are queued after it has met their warps.
+__device__ inline void fence_proxy_async_shared() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 // All threads of all blocks of the cluster meet; what they wrote before, to any block's shared memory, is seen behind.
 __device__ inline void meet_acq_rel_cluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// The same in two halves, and orders nothing: a block may do something between them.
+__device__ inline void arrive_relaxed_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ inline void wait_acquire_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
 // `value` at the place that `p` is in this block's shared memory, but in that of block `block` of the cluster.
@@ -118,6 +144,37 @@ __device__ inline void store_shared_cluster(float* p, unsigned block, float valu
   unsigned there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+#endif
+}
+__device__ inline void store_shared_cluster(unsigned* p, unsigned block, unsigned value) {
+  store_shared_cluster(reinterpret_cast<float*>(p), block, __uint_as_float(value));
+}
+// Add to what is there; what others add at the same time is not lost, and nothing is ordered.
+__device__ inline void add_relaxed_shared_cluster(unsigned* p, unsigned block, unsigned value) {
+#if __CUDA_ARCH__ >= 900
+  const unsigned here = static_cast<unsigned>(__cvta_generic_to_shared(p));
+  unsigned there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
+  asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(there), "r"(value) : "memory");
+#endif
+}
+
+// The same for 8 and for 16 bytes; `address` is a shared one.
+__device__ inline void store_shared_cluster_8(unsigned address, unsigned block, float2 value) {
+#if __CUDA_ARCH__ >= 900
+  unsigned there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(there), "f"(value.x), "f"(value.y) : "memory");
+#endif
+}
+
+__device__ inline void store_shared_cluster_16(unsigned address, unsigned block, uint4 value) {
+#if __CUDA_ARCH__ >= 900
+  unsigned there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+  asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(there), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w)
+               : "memory");
 #endif
 }
 

@@ -52,7 +52,7 @@ _NO_RESULT = _opcodes(
 )
 _POLLS = frozenset({"volatile", "acquire", "relaxed", "mmio"})
 _TERMINATORS = frozenset({"bra", "brx", "ret", "exit", "trap"})
-_MEETS = frozenset(["shfl", "vote", "match", "redux", "elect", "mma", "ldmatrix", "stmatrix", "movmatrix"])
+_MEETS = frozenset(["shfl", "vote", "match", "redux", "elect", "mma", "wgmma", "ldmatrix", "stmatrix", "movmatrix"])
 # Without effects beyond their registers: a guard selects the result.
 _PURE = _opcodes(
     "mov cvta cvt add sub mul mad mad24 mul24 fma div rem neg abs min max and or xor not cnot shl shr shf "
@@ -74,6 +74,8 @@ def has_result(i: Instruction) -> bool:
         return i.form.startswith("arrive") and not isinstance(next(iter(i.operands), None), Memory | None)
     if i.opcode == "barrier_result":
         return True
+    if i.opcode == "wgmma":
+        return i.form == "mma_async"
     return i.opcode not in _NO_RESULT
 
 
@@ -104,8 +106,8 @@ def used(i: Instruction) -> list[Register]:
     found = [register for operand in operands for register in _registers(operand)]
     if i.guard is not None:
         found.append(i.guard)
-        if has_result(i):  # where the guard is false the old value stays
-            found += defined(i)
+    if i.guard is not None or i.opcode == "wgmma":  # where the guard is false the old value stays; wgmma adds to it
+        found += defined(i)
     return found
 
 

@@ -191,6 +191,37 @@ def aligned(label: str, seen: View) -> View:
     return seen
 
 
+def token_rows(label: str, operand: Any, dtypes: Collection[np.dtype[Any]], axes: int = 3) -> View:
+    """[tokens, heads, dim], or of two axes [tokens, dim], with contiguous tokens at any distance; its address and
+    distances are multiples of 16 bytes."""
+    seen = view(label, operand, dtypes)
+    if len(seen.shape) != axes:
+        shape = "(tokens, heads, dim)" if axes == 3 else "(tokens, dim)"
+        raise ValueError(f"{label}: wanted shape {shape}, got {seen.shape}")
+    wanted = seen.dtype.itemsize
+    for stride, extent in zip(reversed(seen.strides[1:]), reversed(seen.shape[1:]), strict=True):
+        if seen.size and extent > 1 and stride != wanted:
+            raise ValueError(f"{label}: wanted contiguous tokens, got strides {seen.strides} of shape {seen.shape}")
+        wanted *= extent
+    return aligned_strides(label, seen)
+
+
+def token_stride(seen: View) -> int:
+    """Elements from token to token of `token_rows`."""
+    return seen.strides[0] // seen.dtype.itemsize if seen.shape[0] > 1 else math.prod(seen.shape[1:])
+
+
+def aligned_strides(label: str, seen: View) -> View:
+    """Refuse an address, or a distance between rows, that is no multiple of 16 bytes, or negative."""
+    outer = [stride for stride, extent in zip(seen.strides[:-1], seen.shape, strict=False) if extent > 1]
+    if seen.size and any(at % 16 or at < 0 for at in (seen.address, *outer)):
+        raise ValueError(
+            f"{label}: wanted an address and strides that are multiples of 16 bytes, got {seen.address:#x} and "
+            f"{seen.strides}"
+        )
+    return seen
+
+
 def shaped(label: str, seen: View, shape: tuple[int, ...]) -> None:
     """Refuse any other shape."""
     if seen.shape != shape:

@@ -16,7 +16,23 @@ import ml_dtypes
 import numpy as np
 
 from ..memory import View
-from . import DIMS, HALVES, PAGE_SIZES, POOLS, Where, apart, array, shaped, span, submit, view, whole
+from . import (
+    DIMS,
+    HALVES,
+    PAGE_SIZES,
+    POOLS,
+    Where,
+    aligned_strides,
+    apart,
+    array,
+    shaped,
+    span,
+    submit,
+    token_rows,
+    token_stride,
+    view,
+    whole,
+)
 
 if TYPE_CHECKING:
     from ..graph import After
@@ -77,12 +93,12 @@ def kv_write(
         raise ValueError(f"{op}: layout: wanted HND or NHD, got {layout!r}")
     if style not in STYLES:
         raise ValueError(f"{op}: style: wanted neox or gptj, got {style!r}")
-    keys = _rows(f"{op}: k", k, HALVES)
+    keys = token_rows(f"{op}: k", k, HALVES)
     tokens, kv_heads, dim = keys.shape
     if dim not in DIMS or not kv_heads:
         raise ValueError(f"{op}: k: wanted shape (tokens, kv_heads, 64 or 128 or 256), got {keys.shape}")
     half = [keys.dtype]
-    values = _rows(f"{op}: v", v, half)
+    values = token_rows(f"{op}: v", v, half)
     shaped(f"{op}: v", values, keys.shape)
 
     kinds = [*half, E4M3]
@@ -108,7 +124,7 @@ def kv_write(
             shaped(f"{op}: {role}", read[role], (length,))
     max_position = rotary_dim = 0
     if cos_sin is not None:
-        table = read["cos_sin"] = _aligned(f"{op}: cos_sin", array(f"{op}: cos_sin", cos_sin, [FLOAT32]))
+        table = read["cos_sin"] = aligned_strides(f"{op}: cos_sin", array(f"{op}: cos_sin", cos_sin, [FLOAT32]))
         max_position, rotary_dim = table.shape if len(table.shape) == 2 else (0, 0)
         if not max_position or not rotary_dim or rotary_dim % 16 or rotary_dim > dim:
             wanted = f"(max_position, a multiple of 16 up to {dim})"
@@ -121,16 +137,16 @@ def kv_write(
     if q is not None:
         if cos_sin is None:
             raise ValueError(f"{op}: q is given without cos_sin, which it is rotated by")
-        queries = _rows(f"{op}: q", q, half)
+        queries = token_rows(f"{op}: q", q, half)
         q_heads = queries.shape[1]
         shaped(f"{op}: q", queries, (tokens, q_heads, dim))
         q_out = q if q_out is None else q_out
-        rotated = _rows(f"{op}: q_out", q_out, half)
+        rotated = token_rows(f"{op}: q_out", q_out, half)
         shaped(f"{op}: q_out", rotated, queries.shape)
-        if _row(rotated) < q_heads * dim:
+        if token_stride(rotated) < q_heads * dim:
             raise ValueError(f"{op}: q_out: tokens overlap: strides {rotated.strides} of shape {rotated.shape}")
         written["q_out"] = rotated
-        if (rotated.address, _row(rotated)) != (queries.address, _row(queries)):
+        if (rotated.address, token_stride(rotated)) != (queries.address, token_stride(queries)):
             read["q"] = queries
     for role, result in written.items():
         others = {**read, **{other: seen for other, seen in written.items() if other > role}}
@@ -145,14 +161,26 @@ def kv_write(
     pages, *inner = pools[0].shape[:3]
     page_stride, *strides = (stride // stored.itemsize for stride in pools[0].strides[:3])
     page_size = inner[layout == "HND"]
-    head_stride, token_stride = strides if layout == "HND" else reversed(strides)
+    head_stride, place_stride = strides if layout == "HND" else reversed(strides)
     whole = [span(operand, seen) for operand, seen in ((k, keys), (v, values), (k_pool, pools[0]), (v_pool, pools[1]))]
-    q_rows = (0, 0) if q is None else (_row(queries), _row(rotated))
+    q_rows = (0, 0) if q is None else (token_stride(queries), token_stride(rotated))
     args = (
         *(*whole, slots),
         *((None, None) if q is None else (span(q, queries), span(q_out, rotated))),
-        *(k_scale, v_scale, positions, cos_sin, tokens, kv_heads, q_heads, dim, _row(keys), _row(values), *q_rows),
-        *(page_stride, head_stride, token_stride, pages, page_size.bit_length() - 1, rotary_dim, max_position),
+        *(
+            k_scale,
+            v_scale,
+            positions,
+            cos_sin,
+            tokens,
+            kv_heads,
+            q_heads,
+            dim,
+            token_stride(keys),
+            token_stride(values),
+            *q_rows,
+        ),
+        *(page_stride, head_stride, place_stride, pages, page_size.bit_length() - 1, rotary_dim, max_position),
     )
     function = f"{op}<{HALVES[keys.dtype]},{POOLS[stored]},{STYLES[style] if rotary_dim else 0}>"
     return submit(where, op, function, rows * dim // PER_THREAD, args, after, name)
@@ -220,23 +248,6 @@ def slot_mapping(
     return submit(where, "kv_write", op, tokens, args, after, name)
 
 
-def _rows(label: str, operand: Any, dtypes: Collection[np.dtype[Any]]) -> View:
-    """[tokens, heads, dim] with contiguous, aligned tokens."""
-    seen = view(label, operand, dtypes)
-    if len(seen.shape) != 3:
-        raise ValueError(f"{label}: wanted shape (tokens, heads, dim), got {seen.shape}")
-    _, heads, dim = seen.shape
-    item = seen.dtype.itemsize
-    if seen.size and (seen.strides[2] != item or (heads > 1 and seen.strides[1] != dim * item)):
-        raise ValueError(f"{label}: wanted contiguous tokens, got strides {seen.strides} of shape {seen.shape}")
-    return _aligned(label, seen)
-
-
-def _row(seen: View) -> int:
-    """Elements from token to token."""
-    return seen.strides[0] // seen.dtype.itemsize if seen.shape[0] > 1 else seen.shape[1] * seen.shape[2]
-
-
 def _pool(label: str, operand: Any, dtypes: Collection[np.dtype[Any]], layout: str, kv_heads: int, dim: int) -> View:
     seen = view(label, operand, dtypes)
     shape = seen.shape
@@ -254,17 +265,7 @@ def _pool(label: str, operand: Any, dtypes: Collection[np.dtype[Any]], layout: s
         if extent > 1 and stride < reach:
             raise ValueError(f"{label}: rows overlap: strides {seen.strides} of shape {shape}")
         reach += stride * (extent - 1)
-    return _aligned(label, seen)
-
-
-def _aligned(label: str, seen: View) -> View:
-    outer = [stride for stride, extent in zip(seen.strides[:-1], seen.shape, strict=False) if extent > 1]
-    if seen.size and any(at % 16 or at < 0 for at in (seen.address, *outer)):
-        raise ValueError(
-            f"{label}: wanted an address and strides that are multiples of 16 bytes, got {seen.address:#x} and "
-            f"{seen.strides}"
-        )
-    return seen
+    return aligned_strides(label, seen)
 
 
 def _given_with(op: str, what: str, is_there: bool, **operands: Any) -> None:

@@ -340,7 +340,7 @@ class Holding(Schedule):
 @pytest.mark.parametrize(("scope", "seen"), [(0, False), (1, False), (2, True), (3, False)])
 def test_a_store_is_seen_by_all_when_a_fence_of_the_system_sends_it(scope: int, seen: bool) -> None:
     """Nothing else sends stores here, for which the block's end waits; the block itself sees them at once."""
-    image = dk.build(dk.Source.from_text(FENCED), arch="compute_90")
+    image = dk.build(dk.Source.from_text(FENCED), arch="compute_90a")
     program = load(image.data, mode="explored")
     x = memory.allocate(12, "device")
     memory.write(x.address, bytes(12))
@@ -367,7 +367,7 @@ __global__ void ordered(volatile int* x) {
 
 
 def test_held_stores_are_overtaken_by_others_and_by_none_to_the_same_bytes() -> None:
-    image = dk.build(dk.Source.from_text(ORDERED), arch="compute_90")
+    image = dk.build(dk.Source.from_text(ORDERED), arch="compute_90a")
     program = load(image.data, mode="explored")
     x = memory.allocate(128, "device")
     memory.write(x.address, bytes(128))

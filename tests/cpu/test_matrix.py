@@ -241,7 +241,6 @@ def test_satfinite_stays_at_the_limits() -> None:
         ("mma.sp.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "{%r1}, {%r1}, {%r1}, {%r1}, %r2, 0"),
         ("ldmatrix.sync.aligned.m16n16.x1.trans.shared.b8", "{%r1, %r2}, [%w1]"),
         ("ldmatrix.sync.aligned.m8n8.x2.shared.b16", "{%r1}, [%w1]"),
-        ("wgmma.fence.sync.aligned", ""),
     ],
 )
 def test_other_forms_are_refused_by_name(instruction: str, operands: str) -> None:

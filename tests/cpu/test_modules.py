@@ -89,7 +89,9 @@ REFUSED = {  # what a kernel may not have, and what is said of it
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes is not supported "
         "(tensor maps are not executed)"
     ),
-    "wgmma.fence.sync.aligned;": "wgmma.fence.sync.aligned is not supported",
+    "wgmma.mma_async.sync.aligned.m64n8k256.s32.b1.b1.and.popc {%r1, %r2, %r3, %r4}, %rd1, %rd2, 1;": (
+        "wgmma.mma_async.sync.aligned.m64n8k256.s32.b1.b1.and.popc is not supported"
+    ),
     "wmma.store.d.sync.aligned.row.m16n16k16.global.f32 [%rd1], {%f1, %f2, %f3, %f4, %f1, %f2, %f3, %f4}, %r1;": (
         "wmma.store.d.sync.aligned.row.m16n16k16.global.f32 is not supported"
     ),

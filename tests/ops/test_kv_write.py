@@ -337,7 +337,7 @@ def test_a_mapping_that_cannot_be_is_refused(
 
 @pytest.mark.parametrize("types", ["__half,__half,0", "__nv_bfloat16,__nv_bfloat16,1", "__half,__half,2"])
 def test_rows_move_by_16_bytes_at_once(types: str) -> None:
-    image = build(Source.find("kv_write"), [f"kv_write<{types}>"], arch="compute_90", kind="ptx")
+    image = build(Source.find("kv_write"), [f"kv_write<{types}>"], arch="compute_90a", kind="ptx")
     entry = image.data.decode().split(".entry " + image.symbol(f"kv_write<{types}>"))[1]
     assert re.search(r"\bld(\.global)?\.v4\.[ubf]32", entry)
     assert re.search(r"\bst(\.global)?\.v4\.[ubf]32", entry)

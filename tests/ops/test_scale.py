@@ -162,7 +162,7 @@ def test_a_place_that_is_no_stream_and_no_graph_is_refused(where: Any) -> None:
 
 @pytest.mark.parametrize("name", ["scale<float,4>", "scale<__half,8>", "scale_dynamic<__nv_bfloat16,8>"])
 def test_wide_kernels_access_16_bytes_at_once(name: str) -> None:
-    image = build(Source.find("scale"), [name], arch="compute_90", kind="ptx")
+    image = build(Source.find("scale"), [name], arch="compute_90a", kind="ptx")
     assert re.search(rb"\bld(\.global)?\.v4\.[ubf]32", image.data)
     assert re.search(rb"\bst(\.global)?\.v4\.[ubf]32", image.data)
 

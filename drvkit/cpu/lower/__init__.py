@@ -1,6 +1,6 @@
 """PTX instructions -> LLVM IR: one file per family, one function per opcode."""
 
-from . import access, arithmetic, bits, convert, float, matrix, multimem, special, sync, warp
+from . import access, arithmetic, bits, convert, float, matrix, multimem, special, sync, warp, warpgroup
 from .core import LOWERINGS, Lower, UnsupportedError
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "special",
     "sync",
     "warp",
+    "warpgroup",
 ]

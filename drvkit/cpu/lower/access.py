@@ -29,13 +29,17 @@ STRONG = ("volatile", "relaxed", "acquire", "release", "acq_rel", "mmio", "sc")
 
 
 def space_of(i: Instruction) -> str:
-    """The state space that an instruction names; "" for a generic address."""
+    """The state space that an instruction names, or means; "" for a generic address."""
+    if i.opcode == "wgmma":
+        return "shared"
     return next((m.split("::")[0] for m in i.modifiers if m.split("::")[0] in _SPACES), "")
 
 
-def load_bytes(e: Lower, addresses: Value, nbytes: int, mask_bits: Value | None = None) -> Value:
+def load_bytes(
+    e: Lower, addresses: Value, nbytes: int, mask_bits: Value | None = None, *, into: Value | None = None
+) -> Value:
     """``nbytes`` a lane, in a buffer (a ptr) of 32 x nbytes."""
-    return _access(e, "load", addresses, nbytes, e.buffer(f"[{nbytes} x i8]"), mask_bits)
+    return _access(e, "load", addresses, nbytes, into or e.buffer(f"[{nbytes} x i8]"), mask_bits)
 
 
 def store_bytes(e: Lower, addresses: Value, nbytes: int, values: Value, mask_bits: Value | None = None) -> None:

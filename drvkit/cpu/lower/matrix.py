@@ -22,11 +22,13 @@ from .access import load_bytes, space_of, store_bytes
 from .core import WARP, Lower, lowers, vector_elements
 from .warp import meet_aligned
 
+__all__ = ["Form", "accumulator", "numbers", "parts", "transposed"]
+
 _TRANSPOSED = [8 * (2 * t + half) + g for g in range(8) for t in range(4) for half in range(2)]
 
 
-class _Form(NamedTuple):
-    """What an ``mma`` computes."""
+class Form(NamedTuple):
+    """What an ``mma`` or ``wgmma`` computes."""
 
     shape: str
     a: str  # types
@@ -107,12 +109,12 @@ def mma(e: Lower, i: Instruction) -> None:
         e.write(target, b.load(vector(form.word, WARP), b.at(registers, nbytes * number), align=64), type_)
 
 
-def _form(e: Lower, i: Instruction) -> _Form:
+def _form(e: Lower, i: Instruction) -> Form:
     modifiers = [modifier for modifier in i.modifiers if modifier != "satfinite"]
     if modifiers[:2] != ["sync", "aligned"] or modifiers[3:5] != ["row", "col"] or len(modifiers) != 9:
         raise e.unsupported()
     _, _, shape, _, _, d, a, b, c = modifiers
-    form = _Form(shape, a, b, c, "satfinite" in i.modifiers)
+    form = Form(shape, a, b, c, "satfinite" in i.modifiers)
     for types, shapes, accumulators in _FORMS:
         if a in types and b in types and shape in shapes and d == c in accumulators:
             if form.saturates and c != "s32":
@@ -121,7 +123,7 @@ def _form(e: Lower, i: Instruction) -> _Form:
     raise e.unsupported()
 
 
-def _multiply(b: Builder, form: _Form) -> str:
+def _multiply(b: Builder, form: Form) -> str:
     """A function of the registers of A, B and C in memory, one after another; those of C become D."""
     slabs, word = form.slabs, form.word
     of_a, of_b, of_c = form.registers
@@ -130,7 +132,7 @@ def _multiply(b: Builder, form: _Form) -> str:
     rows = _staged(b, form, places[:of_a], slabs)
     columns = _staged(b, form, places[of_a : of_a + of_b], 1)
     places = places[of_a + of_b :]
-    addends = [_accumulator(b, form, places[each * slab : each * (slab + 1)]) for slab in range(slabs)]
+    addends = [accumulator(b, form, places[each * slab : each * (slab + 1)]) for slab in range(slabs)]
     totals = [b.alloca(addend.type) for addend in addends]
     for total, addend in zip(totals, addends, strict=True):
         b.store(constant(addend.type, 0) if form.kind == "i32" else addend, total, align=64)
@@ -139,8 +141,8 @@ def _multiply(b: Builder, form: _Form) -> str:
         right = b.load(vector(word, 8), b.at(columns, step, f"[8 x {word}]"), align=32)
         sums = [b.load(addend.type, total, align=64) for total, addend in zip(totals, addends, strict=True)]
         for position in range(form.packed):
-            down = _numbers(b, left, position, form.a)
-            across = b.shuffle(_numbers(b, right, position, form.b), [n for _ in range(8) for n in range(8)])
+            down = numbers(b, left, position, form.a)
+            across = b.shuffle(numbers(b, right, position, form.b), [n for _ in range(8) for n in range(8)])
             for slab in range(slabs):
                 factor = b.shuffle(down, [8 * slab + g for g in range(8) for _ in range(8)])
                 if form.kind == "i32":
@@ -153,9 +155,7 @@ def _multiply(b: Builder, form: _Form) -> str:
         result = b.load(addend.type, total, align=64)
         if form.kind == "i32":
             result = b.intrinsic("sadd.sat", result, addend) if form.saturates else b.op("add", result, addend)
-        elif form.kind == "float":
-            result = b.select(b.compare("fcmp uno", result, result), constant(result.type, _NAN), result)
-        for words in _parts(b, form, result):
+        for words in parts(b, form, result):
             b.store(words, places.pop(0), align=64)
     b.line("ret void")
     return b.function(f"internal void @{form.name}(ptr noalias %registers)", attributes="noinline ")
@@ -164,7 +164,7 @@ def _multiply(b: Builder, form: _Form) -> str:
 _NAN = "0x7FFFFFFFE0000000"  # 0x7fffffff
 
 
-def _staged(b: Builder, form: _Form, places: list[Value], slabs: int) -> Value:
+def _staged(b: Builder, form: Form, places: list[Value], slabs: int) -> Value:
     """Memory with the words of one step after another: of each row of A, or of each column of B."""
     staged = b.alloca(f"[{form.steps} x [{8 * slabs} x {form.word}]]")
     for number, place in enumerate(places):
@@ -176,7 +176,7 @@ def _staged(b: Builder, form: _Form, places: list[Value], slabs: int) -> Value:
     return staged
 
 
-def _accumulator(b: Builder, form: _Form, places: list[Value]) -> Value:
+def accumulator(b: Builder, form: Form, places: list[Value]) -> Value:
     """8 rows of C, one after another."""
     words = [b.load(vector(form.word, WARP), place, align=64) for place in places]
     if form.accumulator == "f16":
@@ -185,15 +185,17 @@ def _accumulator(b: Builder, form: _Form, places: list[Value]) -> Value:
     return b.cast("bitcast", mixed, form.kind)
 
 
-def _parts(b: Builder, form: _Form, rows: Value) -> list[Value]:
-    """The registers of D: what `_accumulator` does, backwards."""
+def parts(b: Builder, form: Form, rows: Value) -> list[Value]:
+    """The registers of D: what `accumulator` does, backwards."""
+    if form.kind == "float":
+        rows = b.select(b.compare("fcmp uno", rows, rows), constant(rows.type, _NAN), rows)
     if form.accumulator == "f16":
         return [b.cast("bitcast", b.cast("fptrunc", rows, "half"), vector(form.word, WARP))]
     words = b.cast("bitcast", rows, form.word)
     return [b.shuffle(words, range(which, 2 * WARP, 2)) for which in range(2)]
 
 
-def _numbers(b: Builder, words: Value, position: int, type_: str) -> Value:
+def numbers(b: Builder, words: Value, position: int, type_: str) -> Value:
     """The number at ``position`` in each word, in the type of the accumulator."""
 
     def const(value: int) -> Value:
@@ -241,7 +243,7 @@ def ldmatrix(e: Lower, i: Instruction) -> None:
     values = load_bytes(e, e.address(i.operands[1], space_of(i)), 16, rows)
     for number, target in enumerate(targets):
         words = e.b.load(vector("i32", WARP), e.b.at(values, 4 * WARP * number), align=64)
-        e.write(target, _transposed(e.b, words) if "trans" in i.modifiers else words, "b32")
+        e.write(target, transposed(e.b, words) if "trans" in i.modifiers else words, "b32")
 
 
 @lowers("stmatrix")
@@ -253,7 +255,7 @@ def stmatrix(e: Lower, i: Instruction) -> None:
     values = e.buffer("[16 x i8]")
     for number, source in enumerate(sources):
         words = e.read(source, "b32")
-        words = _transposed(e.b, words) if "trans" in i.modifiers else words
+        words = transposed(e.b, words) if "trans" in i.modifiers else words
         e.b.store(words, e.b.at(values, 4 * WARP * number), align=64)
     store_bytes(e, e.address(i.operands[0], space_of(i)), 16, values, rows)
 
@@ -271,10 +273,10 @@ def movmatrix(e: Lower, i: Instruction) -> None:
     if i.modifiers != ("sync", "aligned", "m8n8", "trans", "b16"):
         raise e.unsupported()
     meet_aligned(e, i)
-    e.write(i.operands[0], _transposed(e.b, e.read(i.operands[1], "b32")), "b32")
+    e.write(i.operands[0], transposed(e.b, e.read(i.operands[1], "b32")), "b32")
 
 
-def _transposed(b: Builder, words: Value) -> Value:
+def transposed(b: Builder, words: Value) -> Value:
     """A fragment of 8 x 8 numbers of 16 bits."""
     halves = b.cast("bitcast", words, f"<{2 * WARP} x i16>")
     return b.cast("bitcast", b.shuffle(halves, _TRANSPOSED), words.type)

@@ -1,0 +1,174 @@
+"""Attention of a step's tokens to rows that each has chosen, where a row is both key and value: the window of positions
+up to its own, and compressed entries, all that it sees or those of a list.
+
+Prompts, chunks of them and decoding are one kernel, mixed as they come; see `drvkit.ops.step_tokens` for the rows of a
+step and `drvkit.ref.sparse_attention` for the formula. All that changes from step to step is the contents of device
+memory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from ..device import Device
+from ..memory import View
+from ..records import KV_BF16, KV_FP8, Pages
+from . import (
+    Where,
+    aligned,
+    apart,
+    array,
+    device_of,
+    is_a,
+    launch,
+    page_args,
+    paged,
+    shaped,
+    span,
+    token_rows,
+    token_stride,
+    whole,
+)
+from .step_tokens import StepTokens
+
+if TYPE_CHECKING:
+    from ..graph import After
+    from ..node import Node
+
+__all__ = ["sparse_attention"]
+
+DIM, HEADS, ROWS = 512, 64, 64  # of a block, and of a tile of rows
+THREADS, SHARED_BYTES = 512, 215568
+MOST_SPLITS = 8  # blocks of a cluster
+NO_ENTRIES, ALL_ENTRIES, LISTED = range(3)  # see cuda_src/sparse_attention.cu
+
+bfloat16, float32, int32 = (np.dtype(each) for each in (ml_dtypes.bfloat16, np.float32, np.int32))
+
+
+def sparse_attention(
+    where: Where,
+    tokens: StepTokens,
+    q: Any,
+    window: Pages,
+    out: Any,
+    *,
+    window_size: int = 128,
+    entries: Pages | None = None,
+    ratio: int | None = None,
+    indices: Any = None,
+    sinks: Any = None,
+    cos_sin: Any = None,
+    lse: Any = None,
+    scale: float | None = None,
+    after: After = None,
+    name: str | None = None,
+) -> Node | None:
+    """``out = sum exp(scale * q r) r / (sum exp(scale * q r) + exp(sink))`` over the rows r that a token attends to.
+
+    Args:
+        q, out: bfloat16 [max_tokens, heads, 512]. The heads of a token are contiguous; in ``q`` tokens may be parts of
+            the rows of one projection, in ``out`` they follow each other. ``out`` may be ``q``.
+        window: rows of `KV_FP8` or `KV_BF16`, of each position one: that of position p is entry p of its request, so a
+            block table of fewer pages is a ring. It has room for the ``window_size`` positions up to that of a
+            request's first row, and for its other rows.
+        entries: compressed ones, of the same format; ``ratio`` (4 or 128) says of how many tokens each. A token at
+            position p sees the first ``(p + 1) // ratio`` of its request.
+        indices: int32 [max_tokens, k], of those the ones that count; None: all. Of a token that sees n the first
+            min(k, n) are read, as `drvkit.ops.top_k` writes them; a negative one is none.
+        sinks: float32 [heads]; exp(sink) is added to the sum below. -inf adds nothing, inf makes the output 0.
+        cos_sin: float32 [max_position, 64]: the last 64 elements of an output are turned back by the token's position.
+        lse: float32 [max_tokens, heads]: the natural logarithm of the sum of exp(scale * q r), without the sink.
+        scale: of the logits; 512 ** -0.5 by default.
+
+    Without rows, and for padding, out is 0 and lse -inf. Factors are bfloat16, probabilities too; sums float32. Bits
+    depend on the number of multiprocessors, but not on other requests. An e4m3 NaN counts as 480: a row of NaN shows by
+    its bfloat16 elements.
+
+    Needs compute capability 9.0; `ValueError` elsewhere.
+    """
+    op = "sparse_attention"
+    device = device_of(op, where)
+    is_a(StepTokens, op, "tokens", tokens)
+    count = tokens.max_tokens
+    seen = token_rows(f"{op}: q", q, [bfloat16])
+    heads = seen.shape[1]
+    shaped(f"{op}: q", seen, (count, max(heads, 1), DIM))
+    read: dict[str, View] = {"q": seen, "tokens": array(f"{op}: tokens", tokens.rows, [int32])}
+    read |= paged(op, "window", window, [KV_FP8, KV_BF16], tokens.max_requests)
+    room = window.page_size * window.block_table.shape[1]
+    if not 1 <= whole(f"{op}: window_size", window_size) <= room:
+        raise ValueError(f"{op}: window_size: wanted 1 to {room}, as the window's block table has, got {window_size}")
+    source, width, visible, given = NO_ENTRIES, 0, None, window
+    if entries is None:
+        for role, operand in (("ratio", ratio), ("indices", indices)):
+            if operand is not None:
+                raise ValueError(f"{op}: {role} is given without entries")
+    else:
+        read |= paged(op, "entries", entries, [window.format], tokens.max_requests)
+        if ratio not in tuple(tokens.entries):
+            raise ValueError(f"{op}: ratio: wanted one of {', '.join(map(str, tokens.entries))}, got {ratio!r}")
+        source, visible, given = ALL_ENTRIES, tokens.entries[ratio], entries
+        width = entries.page_size * entries.block_table.shape[1]
+        if indices is not None:
+            read["indices"] = listed = array(f"{op}: indices", indices, [int32])
+            if len(listed.shape) != 2 or listed.shape[0] != count or not listed.shape[1]:
+                raise ValueError(f"{op}: indices: wanted shape ({count}, k), got {listed.shape}")
+            source, width = LISTED, listed.shape[1]
+    for role, operand, shape in (("sinks", sinks, (heads,)), ("cos_sin", cos_sin, None)):
+        if operand is not None:
+            read[role] = array(f"{op}: {role}", operand, [float32])
+            rotated = read[role].shape
+            if shape is None and (len(rotated) != 2 or rotated[1] != 64 or not rotated[0]):
+                raise ValueError(f"{op}: cos_sin: wanted shape (positions, 64), got {rotated}")
+            if shape is not None:
+                shaped(f"{op}: {role}", read[role], shape)
+    written = {"out": aligned(f"{op}: out", array(f"{op}: out", out, [bfloat16]))}
+    shaped(f"{op}: out", written["out"], seen.shape)
+    if lse is not None:
+        written["lse"] = array(f"{op}: lse", lse, [float32])
+        shaped(f"{op}: lse", written["lse"], (count, heads))
+        apart(f"{op}: lse", written["lse"], "out", written["out"])
+    for role, result in written.items():
+        for other, operand in read.items():
+            if (
+                other == "q"
+                and role == "out"
+                and (operand.address, operand.strides) == (result.address, result.strides)
+            ):
+                continue
+            apart(f"{op}: {role}", result, other, operand)
+    if scale is None:
+        scale = DIM**-0.5
+    elif isinstance(scale, bool) or not isinstance(scale, int | float | np.integer | np.floating):
+        raise TypeError(f"{op}: scale: wanted None or a number, got {scale!r}")
+    elif not 0 < scale < math.inf:
+        raise ValueError(f"{op}: scale: wanted None or a positive number, got {scale!r}")
+    if device.compute_capability != (9, 0):
+        raise ValueError(f"{op}: {device.id} has compute capability {device.compute_capability}: wanted 9.0")
+    blocks = -(-heads // HEADS)
+    splits = _splits(device, count * blocks, -(-(window_size + width) // ROWS))
+    at_once = count if splits > 1 else min(count, max(1, device.multiprocessors // blocks))  # tokens
+    args = (
+        *(span(q, seen), tokens.rows, *page_args(window), *page_args(given)),
+        *(visible, indices, sinks, cos_sin, out, lse),
+        *(count, heads, window_size, width, token_stride(seen), 0 if cos_sin is None else read["cos_sin"].shape[0], scale),
+    )
+    return launch(
+        *(where, op, f"{op}<{window.format.number},{source}>", (splits, blocks, at_once), THREADS, args),
+        shared_mem_bytes=SHARED_BYTES,
+        after=after,
+        name=name,
+        cluster=(splits, 1, 1),
+    )
+
+
+def _splits(device: Device, blocks: int, tiles: int) -> int:
+    """How many blocks share a token's rows, of which there are up to so many tiles: while multiprocessors have none."""
+    splits = 1
+    while 2 * splits <= min(MOST_SPLITS, tiles) and 2 * splits * blocks <= device.multiprocessors:
+        splits *= 2
+    return splits
