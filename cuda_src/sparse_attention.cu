@@ -29,18 +29,20 @@ constexpr int kMostSplits = 8;                      // blocks of a cluster
 constexpr unsigned kPanel = kRows * 128;            // bytes of 64 columns of a tile, or of the queries
 constexpr unsigned kTileBytes = kDim / 64 * kPanel;
 // Where things are in shared memory: queries, two tiles of rows, two of probabilities; of each tile which of its rows there
-// are, what sums so far are multiplied by, and the maximum so far; of each warpgroup the sum over its tiles; and of each head
-// the maximum and the sum, and what others of the cluster have of some heads. In the end results are where the queries were, and those of others where the tiles were.
+// are, what sums so far are multiplied by, and the maximum so far; of each warpgroup the sum over its tiles; the sinks, and
+// the cosines and sines of the position; and of each head the maximum and the sum, those of all the cluster's blocks for some;
+// and where the rows of two times four tiles are. In the end results are where the queries were, and those of others where the tiles were.
 constexpr unsigned kTiles = kTileBytes, kProbabilities = kTiles + 2 * kTileBytes;
 constexpr unsigned kPresent = kProbabilities + 2 * kPanel, kFactors = kPresent + 2 * 8;
 constexpr unsigned kMaxima = kFactors + 2 * kHeads * 4, kSums = kMaxima + 2 * kHeads * 4;
-constexpr unsigned kTotals = kSums + 2 * kHeads * 4;
+constexpr unsigned kSinks = kSums + 2 * kHeads * 4, kAngles = kSinks + kHeads * 4;
+constexpr unsigned kTotals = kAngles + dk::kRotary * 4, kPlaces = kTotals + kHeads * 8;
 
 // kSource of an instance: what the list of entries is.
 constexpr int kNoEntries = 0, kAllEntries = 1, kListed = 2;
 
-// The block's barriers. Those of tiles are two each.
-constexpr int kQueries = 1, kFull = 2, kEmpty = 4, kProbable = 6, kRaised = 8, kSummed = 10, kStaged = 11;
+// The block's barriers; two each of those of tiles, and of what a warpgroup has made.
+constexpr int kQueries = 1, kFull = 2, kEmpty = 4, kProbable = 6, kRaised = 8, kMade = 10, kSummed = 12, kStaged = 13, kFound = 14;
 
 // What products are made of. Rows of 8 bits become halves: probabilities have more bits in them, and widening is cheap.
 template <int kFormat>
@@ -104,7 +106,7 @@ struct Rows {
 }  // namespace
 
 // grid: (splits, ceil(heads / 64), blocks), blocks at most max_tokens, and max_tokens if there are splits; in clusters of
-// (splits, 1, 1); block: 512; shared: 215568
+// (splits, 1, 1); block: 512; shared: 223760
 // q, out: [max_tokens, heads, 512], token by token q_stride elements on in q, and none between in out
 // lse: [max_tokens, heads]; sinks: [heads]; cos_sin: [max_position, 64]; each may be null, and is not there then
 // tokens: [max_tokens, 4], of dk::StepToken
@@ -131,7 +133,8 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
   float* factors = reinterpret_cast<float*>(shared + kFactors);        // [2][kHeads]
   float* maxima = reinterpret_cast<float*>(shared + kMaxima);          // [2][kHeads]
   float* sums = reinterpret_cast<float*>(shared + kSums);              // [2][kHeads]
-  float2* totals = reinterpret_cast<float2*>(shared + kTotals);        // [2][kHeads]: maximum, sum; those of others
+  float* angles = reinterpret_cast<float*>(shared + kAngles);          // [64]: cosines, sines
+  float2* totals = reinterpret_cast<float2*>(shared + kTotals);        // [splits][heads of this block]: maximum, sum
   const int warpgroup = threadIdx.x / kWarpgroup;
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
   const int r = lane / 4, c = lane % 4 * 2;  // see dk/warpgroup.cuh
@@ -144,30 +147,32 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
 
   if (warpgroup < 2) {
     dk::take_registers<192>();
-    // Both bring the queries, a warp eight heads.
-    const auto read_queries = [&](int row) {
-      uint4 pairs[8][2];
-  #pragma unroll
+    // Both bring the queries, a warp those of eight heads.
+    struct Queries {
+      uint4 eight[8][2];  // of a head, this lane's two chunks
+    };
+    const auto read_queries = [&](int row) -> Queries {
+      Queries queries;
+#pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int head = first_head + threadIdx.x / 32 * 8 + i;
-        for (int j = 0; j < 2; ++j)
-          pairs[i][j] = head < heads ? *reinterpret_cast<const uint4*>(q + 1ll * row * q_stride + head * kDim +
-                                                                       (j * 32 + lane) * 8)
-                                     : uint4{};
+        const uint4* from = reinterpret_cast<const uint4*>(q + 1ll * row * q_stride + head * kDim) + lane;
+        for (int j = 0; j < 2; ++j) queries.eight[i][j] = row < max_tokens && head < heads ? from[j * 32] : uint4{};
       }
-  #pragma unroll
+      return queries;
+    };
+    const auto put_queries = [&](const Queries& queries) {
+#pragma unroll
       for (int i = 0; i < 8; ++i)
         for (int j = 0; j < 2; ++j)
           *reinterpret_cast<uint4*>(shared + dk::in_panels(threadIdx.x / 32 * 8 + i, j * 32 + lane, kPanel)) =
-              k8Bit ? halves_of(pairs[i][j]) : pairs[i][j];
+              k8Bit ? halves_of(queries.eight[i][j]) : queries.eight[i][j];
       dk::fence_proxy_async_shared();
       dk::meet_acq_rel_cta(kQueries, 2 * kWarpgroup);
-      if (row + gridDim.z < max_tokens)
-        dk::prefetch_l2(q + 1ll * (row + gridDim.z) * q_stride + first_head * kDim + threadIdx.x * 128,
-                        first_head + threadIdx.x / 4 < heads);
     };
-    const auto add_rows = [&](float (&o)[2][kDim / 8], float (&sum)[2], int stage) {
-      dk::meet_acq_rel_cta(kProbable + stage, 2 * kWarpgroup);
+    const auto add_rows = [&](float (&o)[2][kDim / 8], float (&sum)[2], int stage, bool made) {
+      if (made) dk::meet_acq_rel_cta(kMade + stage, kWarpgroup);
+      else dk::meet_acq_rel_cta(kProbable + stage, 2 * kWarpgroup);
       const float low = factors[stage * kHeads + warp * 16 + r], high = factors[stage * kHeads + warp * 16 + r + 8];
       if (__any_sync(~0u, low != 1.0f || high != 1.0f)) {
   #pragma unroll
@@ -241,6 +246,7 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
             dk::pair<T>(first, second);
       }
       dk::fence_proxy_async_shared();
+      dk::arrive_release_cta(kProbable + stage, 2 * kWarpgroup);
     };
     // Divide what this block has of a token by its sum, and put it where the queries were; the cluster's blocks give each other
     // what they have of heads of which others make the results; and each makes some.
@@ -248,13 +254,12 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
     const auto part_at = [&](int from, int head, int chunk) -> unsigned {  // eight T of one of this block's heads
       return splits == 1 ? dk::in_panels(head, chunk, kPanel) : kTiles + ((from * each + head) * (kDim / 8) + chunk) * 16;
     };
-    const auto put_results = [&](float (&o)[2][kDim / 8], const float (&last_maximum)[2], int row) {
+    const auto stage_results = [&](float (&o)[2][kDim / 8]) {
       unsigned place = warpgroup * 4 * kPanel + (warp * 16 + r) * 128 + (r << 4) + c * 2;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int head = warp * 16 + r + 8 * h;
         const float sum = sums[head] + sums[kHeads + head], inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-        if (warpgroup == 0 && c == 0) totals[head] = {last_maximum[h], sum};
 #pragma unroll
         for (int block = 0; block < 32; ++block) {  // of eight columns
           const float even = o[block / 16][block % 16 * 4 + 2 * h], odd = o[block / 16][block % 16 * 4 + 2 * h + 1];
@@ -262,9 +267,18 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
               dk::pair<T>(even * inverse, odd * inverse);
         }
       }
-      dk::meet_acq_rel_cta(kStaged, 2 * kWarpgroup);
+    };
+    const auto put_results = [&](int row, unsigned last, Queries& following) {
       const int first = threadIdx.x / 32;  // of the eight warps
-      if (splits > 1) {
+      float2 total = {-CUDART_INF_F, 0.0f};
+      if (threadIdx.x < kHeads) {
+        const float sum = sums[threadIdx.x] + sums[kHeads + threadIdx.x];
+        if (sum != 0.0f) total = {maxima[last * kHeads + threadIdx.x], sum};
+      }
+      if (splits == 1) {
+        if (threadIdx.x < kHeads) totals[threadIdx.x] = total;
+      } else {
+        dk::meet_acq_rel_cta(kStaged, 2 * kWarpgroup);
         dk::meet_acq_rel_cluster();  // nobody reads tiles any more
 #pragma unroll 4
         for (int i = 0; i < 16; ++i) {
@@ -273,44 +287,46 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
                                       *reinterpret_cast<const uint4*>(shared + dk::in_panels(head, chunk, kPanel)));
         }
         if (threadIdx.x < kHeads)
-          dk::store_shared_cluster_8(base + kTotals + (kHeads + rank * each + threadIdx.x % each) * 8,
-                                     threadIdx.x / each, totals[threadIdx.x]);
+          dk::store_shared_cluster_8(base + kTotals + (rank * each + threadIdx.x % each) * 8, threadIdx.x / each, total);
         dk::meet_acq_rel_cluster();
       }
-      const int position = min(dk::StepToken::load(tokens, row).position, max_position - 1);
-#pragma unroll 1
+      // What blocks have of a head is multiplied by: its part of the sum.
+      if (threadIdx.x < each) {
+        const int head = first_head + rank * each + threadIdx.x;
+        float maximum = -CUDART_INF_F, sum = 0.0f;
+        for (int from = 0; from < splits; ++from) maximum = fmaxf(maximum, totals[from * each + threadIdx.x].x);
+        if (maximum == -CUDART_INF_F) maximum = 0.0f;
+        for (int from = 0; from < splits; ++from) {
+          float2& part = totals[from * each + threadIdx.x];
+          part.y *= dk::exp2_approx(part.x - maximum);
+          sum += part.y;
+        }
+        if (head < heads) {
+          if (lse != nullptr)
+            lse[1ll * row * heads + head] = sum == 0.0f ? -CUDART_INF_F : (maximum + __log2f(sum)) * dk::kLn2;
+          const float sink = reinterpret_cast<const float*>(shared + kSinks)[rank * each + threadIdx.x];
+          const float inverse = sum == 0.0f ? 0.0f : 1.0f / (sum + dk::exp2_approx(sink * dk::kLog2e - maximum));
+          for (int from = 0; from < splits; ++from) totals[from * each + threadIdx.x].y *= inverse;
+        }
+      }
+      dk::meet_acq_rel_cta(kStaged, 2 * kWarpgroup);
+      following = read_queries(row + gridDim.z);  // on their way while the results go theirs
+#pragma unroll 2
       for (int i = first; i < each; i += 8) {
         const int head = first_head + rank * each + i;
-        if (head >= heads) break;
-        // Lane l has the weight of what block l has.
-        float2 total = {-CUDART_INF_F, 0.0f};
-        if (lane < splits) total = totals[splits == 1 ? i : kHeads + lane * each + i];
-        float maximum = total.x;
-        for (int step = 1; step < kMostSplits; step *= 2)
-          maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, step));
-        maximum = __shfl_sync(~0u, maximum == -CUDART_INF_F ? 0.0f : maximum, 0);
-        const float weight = dk::exp2_approx(total.x - maximum) * total.y;
-        float sum = 0.0f, y[2][8] = {};
+        float y[2][8] = {};
 #pragma unroll 1
         for (int from = 0; from < splits; ++from) {
-          const float by = __shfl_sync(~0u, weight, from);
-          sum += by;
+          const float weight = totals[from * each + i].y;
           for (int j = 0; j < 2; ++j) {
             const auto x = dk::Vec<T, 8>::load(reinterpret_cast<const T*>(shared + part_at(from, i, j * 32 + lane)));
-            for (int e = 0; e < 8; ++e) y[j][e] += by * dk::to_float(x.elements[e]);
+            for (int e = 0; e < 8; ++e) y[j][e] += weight * dk::to_float(x.elements[e]);
           }
         }
-        if (lse != nullptr && lane == 0)
-          lse[1ll * row * heads + head] = sum == 0.0f ? -CUDART_INF_F : (maximum + __log2f(sum)) * dk::kLn2;
-        const float sink = sinks == nullptr ? -CUDART_INF_F : sinks[head];
-        const float inverse = sum == 0.0f ? 0.0f : 1.0f / (sum + dk::exp2_approx(sink * dk::kLog2e - maximum));
-        for (int j = 0; j < 2; ++j)
-          for (int e = 0; e < 8; ++e) y[j][e] *= inverse;
-        const int pair = (lane - 24) * 4;  // of the last columns, which are turned back by the token's position
-        if (cos_sin != nullptr && pair >= 0) {
-          const float* angles = cos_sin + 1ll * position * dk::kRotary + pair;
-          for (int e = 0; e < 4; ++e) dk::turn(y[1][2 * e], y[1][2 * e + 1], angles[e], -angles[dk::kRotary / 2 + e]);
-        }
+        if (cos_sin != nullptr && lane >= 24)  // the last columns are turned back by the token's position
+          for (int e = 0, pair = (lane - 24) * 4; e < 4; ++e, ++pair)
+            dk::turn(y[1][2 * e], y[1][2 * e + 1], angles[pair], -angles[dk::kRotary / 2 + pair]);
+        if (head >= heads) continue;
         for (int j = 0; j < 2; ++j) {
           const uint4 eight = {dk::pair<__nv_bfloat16>(y[j][0], y[j][1]), dk::pair<__nv_bfloat16>(y[j][2], y[j][3]),
                                dk::pair<__nv_bfloat16>(y[j][4], y[j][5]), dk::pair<__nv_bfloat16>(y[j][6], y[j][7])};
@@ -321,137 +337,171 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
     };
 
     unsigned turn = 0;
+    Queries queries = read_queries(blockIdx.z);
+    if (threadIdx.x < kHeads)
+      reinterpret_cast<float*>(shared + kSinks)[threadIdx.x] =
+          sinks != nullptr && first_head + threadIdx.x < heads ? sinks[first_head + threadIdx.x] : -CUDART_INF_F;
     for (int row = blockIdx.z; row < max_tokens; row += gridDim.z) {
-      read_queries(row);
+      put_queries(queries);
       const Rows rows = rows_of(row);
-      float o[2][kDim / 8] = {}, sum[2] = {}, added[2];  // 64 heads by twice 128 dimensions; heads r and r + 8
+      if (cos_sin != nullptr && threadIdx.x < dk::kRotary)
+        angles[threadIdx.x] = cos_sin[1ll * min(rows.position, max_position - 1) * dk::kRotary + threadIdx.x];
+      for (int i = threadIdx.x; i < kHeads * kDim / 64; i += 2 * kWarpgroup)  // the next token's queries
+        dk::prefetch_l2(q + 1ll * (row + gridDim.z) * q_stride + first_head * kDim + i * 64,
+                        row + gridDim.z < max_tokens && first_head + i / 8 < heads);
+      float o[2][kDim / 8] = {}, sum[2] = {};  // 64 heads by twice 128 dimensions; heads r and r + 8
       const int tiles = rows.end_tile - rows.tile;
-      if (tiles > 0 && turn % 2 == warpgroup) make_probabilities(turn % 2, true, tiles == 1, added);
-      for (int tile = 0; tile < tiles; ++tile, ++turn) {
-        const bool made = turn % 2 == warpgroup;
-        if (!made && tile + 1 < tiles) make_probabilities((turn + 1) % 2, false, tile + 2 == tiles, added);
-        add_rows(o, sum, turn % 2);
-        if (made) sum[0] += added[0], sum[1] += added[1];
+#pragma unroll 1
+      for (int tile = 0; tile < tiles; tile += 2) {  // each makes the probabilities of one of two, and both add the two
+        const int mine = tile + ((turn + tile) % 2 != warpgroup);
+        float added[2] = {};
+        if (mine < tiles) make_probabilities((turn + mine) % 2, mine == 0, mine + 1 == tiles, added);
+#pragma unroll 1
+        for (int each = tile; each < min(tile + 2, tiles); ++each) {
+          add_rows(o, sum, (turn + each) % 2, each == mine);
+          if (each == mine) sum[0] += added[0], sum[1] += added[1];
+        }
       }
-      float maximum[2] = {-CUDART_INF_F, -CUDART_INF_F};
+      turn += tiles;
       for (int h = 0; h < 2; ++h) {
-        const int head = warp * 16 + r + 8 * h;
         for (int step = 1; step < 4; step *= 2) sum[h] += __shfl_xor_sync(~0u, sum[h], step);
-        if (c == 0) sums[warpgroup * kHeads + head] = sum[h];
-        if (tiles > 0) maximum[h] = maxima[(turn - 1) % 2 * kHeads + head];
+        if (c == 0) sums[warpgroup * kHeads + warp * 16 + r + 8 * h] = sum[h];
       }
       dk::meet_acq_rel_cta(kSummed, 2 * kWarpgroup);
-      put_results(o, maximum, row);
+      stage_results(o);
+      put_results(row, (turn + 1) % 2, queries);
     }
   } else {
     dk::give_back_registers<64>();
-    // A warp has eight rows of a tile, of which each has four lanes. Each finds its row, in three steps of a load each, which
-    // are made for three tiles to come: which entry, in which page, what is there.
-    const int first_row = (threadIdx.x / 32 - 8) * 8, part = lane % 4;
-    struct Wanted {
-      int request, entry;  // twice the entry's number, and 1 more in the window; -1: no row
+    // Rows are looked for four tiles at a time, a thread each, in three steps of a load each, while others go by: which entry,
+    // in which page, where. Of a tile a warp has eight rows, with four lanes each.
+    struct Found {
+      const unsigned char *values, *scales;  // null: no row
     };
+    Found* places = reinterpret_cast<Found*>(shared + kPlaces);  // [2][4 * kRows]
+    constexpr int kWindow = 1 << 30;                               // more for an entry of the window
     const auto source_of = [&](int entry) -> dk::PagesOf<kFormat, const unsigned char> {
-      const bool is_window = entry & 1;
+      const bool is_window = entry >= kWindow;
       return {is_window ? window_pool : entry_pool,   is_window ? window_table : entry_table,
               is_window ? window_pages : entry_pages, is_window ? window_width : entry_width,
               is_window ? window_bits : entry_bits,   is_window ? window_page_bytes : entry_page_bytes};
     };
-    int row = blockIdx.z, tiles = 0;  // where the newest tile is that somebody looks for; how many of them there are
-    Rows rows = rows_of(row);
-    const auto next_wanted = [&]() -> Wanted {
-      while (rows.tile >= rows.end_tile) {
-        row += gridDim.z;
-        if (row >= max_tokens) return {-1, -1};
-        rows = rows_of(row);
+    int row = blockIdx.z, done = 0;              // the token, and how many of its tiles were looked for
+    int entry = -1, page = -1;       // of this thread's row; below 0: none
+    const auto choose = [&]() -> int {       // the next tiles of a token, 0 if there are no more
+      for (entry = -1; row < max_tokens; row += gridDim.z, done = 0) {
+        const Rows rows = rows_of(row);
+        const int tiles = min(4, rows.end_tile - rows.tile - done);
+        if (tiles <= 0) continue;
+        const int number = (rows.tile + done) * kRows + threadIdx.x - 2 * kWarpgroup;
+        done += tiles, entry = number - rows.of_window;
+        if (entry < 0) entry += rows.position + 1 + kWindow;
+        else if (number >= rows.count) entry = -1;
+        else if (kSource == kListed) entry = listed[1ll * row * list + entry];
+        if (entry >= 0) page = *source_of(entry).page_number(rows.request, entry % kWindow);
+        return tiles;
       }
-      ++tiles;
-      const int number = rows.tile++ * kRows + first_row + lane / 4;
-      int entry = -1;
-      if (number < rows.of_window) {
-        entry = 2 * (rows.position + 1 - rows.of_window + number) + 1;
-      } else if (number < rows.count) {
-        if constexpr (kSource == kListed) entry = 2 * listed[1ll * row * list + number - rows.of_window];
-        else entry = 2 * (number - rows.of_window);
+      return 0;
+    };
+    const auto place = [&](int half) {
+      asm volatile("" : "+r"(entry));  // else all that follows from it is computed before the tiles, and kept
+      Found found = {nullptr, nullptr};
+      const auto source = source_of(entry);
+      if (entry >= 0 && source.has(page, dk::StepToken::load(tokens, row).request, entry % kWindow)) {
+        const int at = source.place_of(entry % kWindow);
+        found = {source.values(page, at), source.scales(page, at)};
       }
-      return {rows.request, entry};
+      places[half + threadIdx.x - 2 * kWarpgroup] = found;
+      dk::meet_acq_rel_cta(kFound, 2 * kWarpgroup);
     };
-    const auto page_of = [&](const Wanted& wanted) -> int {
-      return wanted.entry < 0 ? -1 : source_of(wanted.entry).page_of(wanted.request, wanted.entry >> 1);
+    // Each phase asks anew who it is: then the compiler does not keep in registers what follows from that.
+    struct Lane {
+      int part, row;  // of the row's four lanes; of the tile
+      __device__ Lane() {
+        unsigned thread;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        part = thread % 4, row = (thread - 2 * kWarpgroup) / 4;
+      }
     };
-    // Where the values of a row are, and its scales; both null where there is no row.
-    struct Found {
-      const unsigned char *values, *scales;
-    };
-    const auto find = [&](const Wanted& wanted, int page) -> Found {
-      if (page < 0) return {nullptr, nullptr};
-      const auto source = source_of(wanted.entry);
-      const int place = source.place_of(wanted.entry >> 1);
-      return {source.values(page, place), source.scales(page, place)};
-    };
-    // The row's chunks in a tile: two of them for 16 e4m3, the second where the first is ^ 16. Lanes of two rows, of which one
-    // is odd, write at once, to as many banks as there are.
-    const unsigned of_coded = dk::in_panels(first_row + lane / 4, part * 2, kPanel);
-    const unsigned of_rotated = dk::in_panels(first_row + lane / 4, 56 + part, kPanel);
     const auto read = [&](const Found& found) -> Piece {
       Piece piece = {};
       if (found.values == nullptr) return piece;
-      for (int i = 0; i < 7; ++i)
-        piece.coded[i] = *reinterpret_cast<const uint4*>(found.values + (i * 4 + part) * 16);
-      for (int i = 0; i < 2; ++i)
-        piece.rotated[i] = *reinterpret_cast<const uint4*>(found.values + 448 + (i * 4 + part) * 16);
-      piece.scales = *reinterpret_cast<const uint2*>(found.scales);
+      const unsigned char* values = found.values + Lane().part * 16;
+      for (int i = 0; i < 7; ++i) piece.coded[i] = dk::load_weak_16(values + i * 64);
+      for (int i = 0; i < 2; ++i) piece.rotated[i] = dk::load_weak_16(values + 448 + i * 64);
+      piece.scales = dk::load_weak_8(found.scales);
       return piece;
     };
     const auto copy = [&](unsigned tile, const Found& found) {  // bfloat16 rows
+      const Lane me;
 #pragma unroll 4
       for (int i = 0; i < 16; ++i)
-        dk::copy_async_16(base + tile + dk::in_panels(first_row + lane / 4, i * 4 + part, kPanel),
-                          found.values == nullptr ? window_pool : found.values + (i * 4 + part) * 16,
+        dk::copy_async_16(base + tile + dk::in_panels(me.row, i * 4 + me.part, kPanel),
+                          found.values == nullptr ? window_pool : found.values + (i * 4 + me.part) * 16,
                           found.values == nullptr ? 0 : 16);
       dk::commit_copies();
     };
 
-    Wanted wanted = next_wanted();
-    Found found = find(wanted, page_of(wanted));
-    wanted = next_wanted();
-    int page = page_of(wanted);
-    Wanted later = next_wanted();
+    constexpr int kHalf = 4 * kRows;
+    int tiles = choose(), turn = 0, at = Lane().row;  // where the next tile's place of this thread's row is
+    place(0);
+    [[maybe_unused]] Found found;
     [[maybe_unused]] Piece piece;
-    if constexpr (k8Bit) piece = read(found);
-    for (int turn = 0; turn < tiles; ++turn) {
-      const int stage = turn % 2;
-      const unsigned tile = kTiles + stage * kTileBytes;
-      const unsigned of_rows = __ballot_sync(~0u, found.values != nullptr && part == 0);
-      const Found following = find(wanted, page);
-      wanted = later, page = page_of(later), later = next_wanted();
-      if (turn >= 2) dk::meet_acq_rel_cta(kEmpty + stage, kThreads);
-      if constexpr (k8Bit) {
+    bool is_there;
+    const auto take = [&]() {
+      const Found next = places[at];
+      is_there = next.values != nullptr;
+      if constexpr (k8Bit) piece = read(next);
+      else found = next;
+    };
+    take();
+    while (tiles > 0) {
+      const int following = choose();
+  #pragma unroll 1
+      for (; tiles > 0; --tiles, ++turn) {
+        const int stage = turn % 2;
+        const unsigned tile = kTiles + stage * kTileBytes;
+        const unsigned there = __ballot_sync(~0u, is_there);  // four bits a row
+        if (turn >= 2) dk::meet_acq_rel_cta(kEmpty + stage, kThreads);
+        if constexpr (k8Bit) {
+          // The row's chunks: two of them for 16 e4m3, the second where the first is ^ 16. Lanes of two rows, of which one is
+          // odd, write at once, to as many banks as there are.
+          const Lane me;
+          const unsigned coded = tile + dk::in_panels(me.row, me.part * 2, kPanel);
+          const unsigned rotated = tile + dk::in_panels(me.row, 56 + me.part, kPanel);
 #pragma unroll
-        for (int i = 0; i < 7; ++i) {
-          const unsigned scale = (i < 4 ? piece.scales.x : piece.scales.y) >> i % 4 * 8 & 0xff;
-          uint4 low, high;
-          widen(piece.coded[i], __float2half2_rn(dk::power_of_two(scale)), low, high);
-          *reinterpret_cast<uint4*>(shared + tile + of_coded + i * kPanel) = low;
-          *reinterpret_cast<uint4*>(shared + tile + (of_coded ^ 16) + i * kPanel) = high;
+          for (int block = 0; block < 7; ++block) {
+            const unsigned scale = (block < 4 ? piece.scales.x : piece.scales.y) >> block % 4 * 8 & 0xff;
+            uint4 low, high;
+            widen(piece.coded[block], __float2half2_rn(dk::power_of_two(scale)), low, high);
+            *reinterpret_cast<uint4*>(shared + coded + block * kPanel) = low;
+            *reinterpret_cast<uint4*>(shared + (coded ^ 16) + block * kPanel) = high;
+          }
+          for (int half = 0; half < 2; ++half)
+            *reinterpret_cast<uint4*>(shared + (rotated ^ half * 64)) = halves_of(piece.rotated[half]);
+        } else {
+          copy(tile, found);
+          dk::wait_for_copies<0>();
         }
-        for (int i = 0; i < 2; ++i)
-          *reinterpret_cast<uint4*>(shared + tile + (of_rotated ^ i * 64)) = halves_of(piece.rotated[i]);
-      } else {
-        copy(tile, found);
-        dk::wait_for_copies<0>();
+        if (lane == 0) {
+          unsigned bits = 0;
+          for (int of = 0; of < 8; ++of) bits |= (there >> 4 * of & 1) << of;
+          present[stage * 8 + Lane().row / 8] = static_cast<unsigned char>(bits);
+        }
+        dk::fence_proxy_async_shared();
+        dk::arrive_release_cta(kFull + stage, 3 * kWarpgroup);
+        // Behind the fence, which would wait for what is loaded.
+        at += kRows;
+        if (tiles == 1) {
+          const int other = (at - kRows) / kHalf * kHalf ^ kHalf;
+          place(other);
+          at = other + Lane().row;
+        }
+        take();
       }
-      found = following;
-      if (lane == 0) {
-        unsigned bits = 0;
-        for (int i = 0; i < 8; ++i) bits |= (of_rows >> 4 * i & 1) << i;
-        present[stage * 8 + first_row / 8] = static_cast<unsigned char>(bits);
-      }
-      dk::fence_proxy_async_shared();
-      dk::arrive_release_cta(kFull + stage, 3 * kWarpgroup);
-      if constexpr (k8Bit) piece = read(following);  // not before: the fence would wait for it
+      tiles = following;
     }
-    for (int turn = max(tiles - 2, 0); turn < tiles; ++turn) dk::meet_acq_rel_cta(kEmpty + turn % 2, kThreads);
+    for (int left = max(turn - 2, 0); left < turn; ++left) dk::meet_acq_rel_cta(kEmpty + left % 2, kThreads);
     if (splits > 1) {
       dk::meet_acq_rel_cluster();
       dk::meet_acq_rel_cluster();

@@ -73,6 +73,7 @@ INSTANCES: dict[str, list[str]] = {
         *instances("scale_dynamic", *FLOATS, *WIDE),
         *instances("scale_padded", *FLOATS, "int"),
     ],
+    "sparse_attention": instances("sparse_attention", "0,2", "1,1", "0,0"),
     "step_tokens": [],
     "top_k": instances("top_k", "1", "8"),
     "ulysses": [

@@ -77,6 +77,12 @@ __device__ inline uint4 load_weak_16(const void* p) {
   return value;
 }
 
+__device__ inline uint2 load_weak_8(const void* p) {
+  uint2 value;
+  asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(p) : "memory");
+  return value;
+}
+
 // To all devices that have memory behind the multicast address `p`. Each word is one access.
 __device__ inline void multimem_store_relaxed_sys_16(void* p, uint4 value) {
 #if __CUDA_ARCH__ >= 900

@@ -36,13 +36,20 @@ struct PagesOf {
   int pages, table_width, page_bits;  // an entry is one of 2^page_bits of a page
   long long page_bytes;
 
-  // The page of an entry; -1 if the table names none of the pool's.
+  // Where the table has the page of an entry; whether the pool has such a page; and the page, -1 if it has not.
+  __device__ const int* page_number(int request, int entry) const {
+    int number = entry >> page_bits;
+    if (number >= table_width) number %= table_width;
+    return block_table + 1ll * request * table_width + number;
+  }
+  __device__ bool has(int page, int request, int entry) const {
+    DK_CHECK(0 <= page && page < pages, "block_table[%d][%d] is %d: the pool has %d pages\n", request,
+             (entry >> page_bits) % table_width, page, pages);
+    return 0 <= page && page < pages;
+  }
   __device__ int page_of(int request, int entry) const {
-    const int number = (entry >> page_bits) % table_width;
-    const int page = block_table[1ll * request * table_width + number];
-    DK_CHECK(0 <= page && page < pages, "block_table[%d][%d] is %d: the pool has %d pages\n", request, number, page,
-             pages);
-    return 0 <= page && page < pages ? page : -1;
+    const int page = *page_number(request, entry);
+    return has(page, request, entry) ? page : -1;
   }
   __device__ int place_of(int entry) const { return entry & ((1 << page_bits) - 1); }
   __device__ Byte* values(int page, int place) const {

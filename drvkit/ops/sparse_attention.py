@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["sparse_attention"]
 
 DIM, HEADS, ROWS = 512, 64, 64  # of a block, and of a tile of rows
-THREADS, SHARED_BYTES = 512, 215568
+THREADS, SHARED_BYTES = 512, 223760
 MOST_SPLITS = 8  # blocks of a cluster
 NO_ENTRIES, ALL_ENTRIES, LISTED = range(3)  # see cuda_src/sparse_attention.cu
 
@@ -148,14 +148,23 @@ def sparse_attention(
     elif not 0 < scale < math.inf:
         raise ValueError(f"{op}: scale: wanted None or a positive number, got {scale!r}")
     if device.compute_capability != (9, 0):
-        raise ValueError(f"{op}: {device.id} has compute capability {device.compute_capability}: wanted 9.0")
+        has = ".".join(map(str, device.compute_capability))
+        raise ValueError(f"{op}: {device.id} has compute capability {has}: wanted 9.0")
     blocks = -(-heads // HEADS)
     splits = _splits(device, count * blocks, -(-(window_size + width) // ROWS))
     at_once = count if splits > 1 else min(count, max(1, device.multiprocessors // blocks))  # tokens
     args = (
         *(span(q, seen), tokens.rows, *page_args(window), *page_args(given)),
         *(visible, indices, sinks, cos_sin, out, lse),
-        *(count, heads, window_size, width, token_stride(seen), 0 if cos_sin is None else read["cos_sin"].shape[0], scale),
+        *(
+            count,
+            heads,
+            window_size,
+            width,
+            token_stride(seen),
+            0 if cos_sin is None else read["cos_sin"].shape[0],
+            scale,
+        ),
     )
     return launch(
         *(where, op, f"{op}<{window.format.number},{source}>", (splits, blocks, at_once), THREADS, args),

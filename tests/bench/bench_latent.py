@@ -2,8 +2,8 @@
 
 Run ``python tests/bench/bench_latent.py [--only PART] [--json FILE]`` where there is a GPU. Each row is one graph of as
 many nodes as fit, every one with operands of its own, one after the other by programmatic edges; a launch comes after a
-fill of 256 MB, so that nothing is in the L2 cache. A figure is the median over launches of the time of a launch, divided
-by its nodes. Nothing is asserted.
+fill of 256 MB, so that nothing is in the L2 cache. A figure is the median over launches of the time of a launch, over
+its nodes. Nothing is asserted.
 
 "floor" is what the bytes that must move take at 4.3 TB/s, or the products at 800 TFLOP/s, whichever is longer.
 "published" are figures of others for the same shapes, on other GPUs (vLLM #43584, FlagGems #3327, vLLM #42899,
