@@ -133,6 +133,7 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
   float* factors = reinterpret_cast<float*>(shared + kFactors);        // [2][kHeads]
   float* maxima = reinterpret_cast<float*>(shared + kMaxima);          // [2][kHeads]
   float* sums = reinterpret_cast<float*>(shared + kSums);              // [2][kHeads]
+  float* sinks_of = reinterpret_cast<float*>(shared + kSinks);         // [kHeads]
   float* angles = reinterpret_cast<float*>(shared + kAngles);          // [64]: cosines, sines
   float2* totals = reinterpret_cast<float2*>(shared + kTotals);        // [splits][heads of this block]: maximum, sum
   const int warpgroup = threadIdx.x / kWarpgroup;
@@ -248,74 +249,106 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
       dk::fence_proxy_async_shared();
       dk::arrive_release_cta(kProbable + stage, 2 * kWarpgroup);
     };
-    // Divide what this block has of a token by its sum, and put it where the queries were; the cluster's blocks give each other
-    // what they have of heads of which others make the results; and each makes some.
+    // Of one of this block's heads: what its sums are multiplied by in the end, and its lse.
+    const auto weight_of = [&](int head, float maximum, float sum) -> float {
+      return sum == 0.0f ? 0.0f : 1.0f / (sum + dk::exp2_approx(sinks_of[head] * dk::kLog2e - maximum));
+    };
+    const auto put_lse = [&](int row, int head, float maximum, float sum) {
+      if (lse != nullptr && first_head + head < heads)
+        lse[1ll * row * heads + first_head + head] =
+            sum == 0.0f ? -CUDART_INF_F : (maximum + __log2f(sum)) * dk::kLn2;
+    };
+    // Where the pair of columns c of block 0 of this thread's heads goes, where the queries were; block b's is at ^ b % 8 << 4 in
+    // panel b / 8, and head r + 8's 1024 bytes on.
+    const auto place_of_results = [&]() -> unsigned {
+      return warpgroup * 4 * kPanel + (warp * 16 + r) * 128 + (r << 4) + c * 2;
+    };
+    // All of a token: round it, and bring it away in whole rows.
+    const auto put_results = [&](float (&o)[2][kDim / 8], int row, unsigned last, Queries& following) {
+      const unsigned place = place_of_results();
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int head = warp * 16 + r + 8 * h;
+        const float sum = sums[head] + sums[kHeads + head];
+        const float maximum = sum == 0.0f ? 0.0f : maxima[last * kHeads + head], weight = weight_of(head, maximum, sum);
+        if (warpgroup == 0 && c == 0) put_lse(row, head, maximum, sum);
+#pragma unroll
+        for (int block = 0; block < 32; ++block) {
+          float even = o[block / 16][block % 16 * 4 + 2 * h] * weight;
+          float odd = o[block / 16][block % 16 * 4 + 2 * h + 1] * weight;
+          if (block >= 24 && warpgroup == 1 && cos_sin != nullptr) {  // back by the token's position
+            const int pair = (block - 24) * 4 + c / 2;
+            dk::turn(even, odd, angles[pair], -angles[dk::kRotary / 2 + pair]);
+          }
+          *reinterpret_cast<unsigned*>(shared + (place ^ block % 8 << 4) + block / 8 * kPanel + h * 1024) =
+              dk::pair<__nv_bfloat16>(even, odd);
+        }
+      }
+      dk::meet_acq_rel_cta(kStaged, 2 * kWarpgroup);
+      following = read_queries(row + gridDim.z);  // on their way while the results go theirs
+#pragma unroll 4
+      for (int i = 0; i < 16; ++i) {
+        const int head = i / 2 * 8 + threadIdx.x / 32, chunk = i % 2 * 32 + lane;
+        if (first_head + head < heads)
+          *reinterpret_cast<uint4*>(out + (1ll * row * heads + first_head + head) * kDim + chunk * 8) =
+              *reinterpret_cast<const uint4*>(shared + dk::in_panels(head, chunk, kPanel));
+      }
+      dk::meet_acq_rel_cta(kStaged, 2 * kWarpgroup);  // the queries may come
+    };
+    // A token that the cluster shares: divide what this block has by its sum, give the others what it has of heads of which they
+    // make the results, where the tiles were, and make some.
     const int each = kHeads / splits;
     const auto part_at = [&](int from, int head, int chunk) -> unsigned {  // eight T of one of this block's heads
-      return splits == 1 ? dk::in_panels(head, chunk, kPanel) : kTiles + ((from * each + head) * (kDim / 8) + chunk) * 16;
+      return kTiles + ((from * each + head) * (kDim / 8) + chunk) * 16;
     };
-    const auto stage_results = [&](float (&o)[2][kDim / 8]) {
-      unsigned place = warpgroup * 4 * kPanel + (warp * 16 + r) * 128 + (r << 4) + c * 2;
+    const auto merge_results = [&](float (&o)[2][kDim / 8], int row, unsigned last) {
+      dk::arrive_relaxed_cluster();  // this block reads no tile any more
+      const unsigned place = place_of_results();
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int head = warp * 16 + r + 8 * h;
         const float sum = sums[head] + sums[kHeads + head], inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
-        for (int block = 0; block < 32; ++block) {  // of eight columns
-          const float even = o[block / 16][block % 16 * 4 + 2 * h], odd = o[block / 16][block % 16 * 4 + 2 * h + 1];
+        for (int block = 0; block < 32; ++block)
           *reinterpret_cast<unsigned*>(shared + (place ^ block % 8 << 4) + block / 8 * kPanel + h * 1024) =
-              dk::pair<T>(even * inverse, odd * inverse);
-        }
-      }
-    };
-    const auto put_results = [&](int row, unsigned last, Queries& following) {
-      const int first = threadIdx.x / 32;  // of the eight warps
-      float2 total = {-CUDART_INF_F, 0.0f};
-      if (threadIdx.x < kHeads) {
-        const float sum = sums[threadIdx.x] + sums[kHeads + threadIdx.x];
-        if (sum != 0.0f) total = {maxima[last * kHeads + threadIdx.x], sum};
-      }
-      if (splits == 1) {
-        if (threadIdx.x < kHeads) totals[threadIdx.x] = total;
-      } else {
-        dk::meet_acq_rel_cta(kStaged, 2 * kWarpgroup);
-        dk::meet_acq_rel_cluster();  // nobody reads tiles any more
-#pragma unroll 4
-        for (int i = 0; i < 16; ++i) {
-          const int head = i / 2 * 8 + first, chunk = i % 2 * 32 + lane;
-          dk::store_shared_cluster_16(base + part_at(rank, head % each, chunk), head / each,
-                                      *reinterpret_cast<const uint4*>(shared + dk::in_panels(head, chunk, kPanel)));
-        }
-        if (threadIdx.x < kHeads)
-          dk::store_shared_cluster_8(base + kTotals + (rank * each + threadIdx.x % each) * 8, threadIdx.x / each, total);
-        dk::meet_acq_rel_cluster();
-      }
-      // What blocks have of a head is multiplied by: its part of the sum.
-      if (threadIdx.x < each) {
-        const int head = first_head + rank * each + threadIdx.x;
-        float maximum = -CUDART_INF_F, sum = 0.0f;
-        for (int from = 0; from < splits; ++from) maximum = fmaxf(maximum, totals[from * each + threadIdx.x].x);
-        if (maximum == -CUDART_INF_F) maximum = 0.0f;
-        for (int from = 0; from < splits; ++from) {
-          float2& part = totals[from * each + threadIdx.x];
-          part.y *= dk::exp2_approx(part.x - maximum);
-          sum += part.y;
-        }
-        if (head < heads) {
-          if (lse != nullptr)
-            lse[1ll * row * heads + head] = sum == 0.0f ? -CUDART_INF_F : (maximum + __log2f(sum)) * dk::kLn2;
-          const float sink = reinterpret_cast<const float*>(shared + kSinks)[rank * each + threadIdx.x];
-          const float inverse = sum == 0.0f ? 0.0f : 1.0f / (sum + dk::exp2_approx(sink * dk::kLog2e - maximum));
-          for (int from = 0; from < splits; ++from) totals[from * each + threadIdx.x].y *= inverse;
-        }
+              dk::pair<T>(o[block / 16][block % 16 * 4 + 2 * h] * inverse,
+                          o[block / 16][block % 16 * 4 + 2 * h + 1] * inverse);
       }
       dk::meet_acq_rel_cta(kStaged, 2 * kWarpgroup);
-      following = read_queries(row + gridDim.z);  // on their way while the results go theirs
-#pragma unroll 2
+      dk::wait_acquire_cluster();
+      const int first = threadIdx.x / 32;  // of the eight warps
+#pragma unroll 4
+      for (int i = 0; i < 16; ++i) {
+        const int head = i / 2 * 8 + first, chunk = i % 2 * 32 + lane;
+        dk::store_shared_cluster_16(base + part_at(rank, head % each, chunk), head / each,
+                                    *reinterpret_cast<const uint4*>(shared + dk::in_panels(head, chunk, kPanel)));
+      }
+      if (threadIdx.x < kHeads) {
+        const float sum = sums[threadIdx.x] + sums[kHeads + threadIdx.x];
+        dk::store_shared_cluster_8(base + kTotals + (rank * each + threadIdx.x % each) * 8, threadIdx.x / each,
+                                   {sum == 0.0f ? -CUDART_INF_F : maxima[last * kHeads + threadIdx.x], sum});
+      }
+      dk::meet_acq_rel_cluster();
+
+      if (threadIdx.x < each) {  // what a block's part of a head is multiplied by: its part of the sum
+        float maximum = -CUDART_INF_F, sum = 0.0f;
+        for (int from = 0; from < splits; ++from) maximum = fmaxf(maximum, totals[from * each + threadIdx.x].x);
+        for (int from = 0; from < splits; ++from) {
+          float2& part = totals[from * each + threadIdx.x];
+          part.y *= dk::exp2_approx(part.x - (maximum == -CUDART_INF_F ? 0.0f : maximum));
+          sum += part.y;
+        }
+        if (maximum == -CUDART_INF_F) maximum = 0.0f;
+        put_lse(row, rank * each + threadIdx.x, maximum, sum);
+        const float weight = weight_of(rank * each + threadIdx.x, maximum, sum);
+        for (int from = 0; from < splits; ++from) totals[from * each + threadIdx.x].y *= weight;
+      }
+      dk::meet_acq_rel_cta(kStaged, 2 * kWarpgroup);
       for (int i = first; i < each; i += 8) {
         const int head = first_head + rank * each + i;
+        if (head >= heads) break;
         float y[2][8] = {};
-#pragma unroll 1
+#pragma unroll 2
         for (int from = 0; from < splits; ++from) {
           const float weight = totals[from * each + i].y;
           for (int j = 0; j < 2; ++j) {
@@ -323,23 +356,21 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
             for (int e = 0; e < 8; ++e) y[j][e] += weight * dk::to_float(x.elements[e]);
           }
         }
-        if (cos_sin != nullptr && lane >= 24)  // the last columns are turned back by the token's position
+        if (cos_sin != nullptr && lane >= 24)
           for (int e = 0, pair = (lane - 24) * 4; e < 4; ++e, ++pair)
             dk::turn(y[1][2 * e], y[1][2 * e + 1], angles[pair], -angles[dk::kRotary / 2 + pair]);
-        if (head >= heads) continue;
         for (int j = 0; j < 2; ++j) {
           const uint4 eight = {dk::pair<__nv_bfloat16>(y[j][0], y[j][1]), dk::pair<__nv_bfloat16>(y[j][2], y[j][3]),
                                dk::pair<__nv_bfloat16>(y[j][4], y[j][5]), dk::pair<__nv_bfloat16>(y[j][6], y[j][7])};
           *reinterpret_cast<uint4*>(out + (1ll * row * heads + head) * kDim + (j * 32 + lane) * 8) = eight;
         }
       }
-      dk::meet_acq_rel_cta(kStaged, 2 * kWarpgroup);  // the queries may come
     };
 
     unsigned turn = 0;
     Queries queries = read_queries(blockIdx.z);
     if (threadIdx.x < kHeads)
-      reinterpret_cast<float*>(shared + kSinks)[threadIdx.x] =
+      sinks_of[threadIdx.x] =
           sinks != nullptr && first_head + threadIdx.x < heads ? sinks[first_head + threadIdx.x] : -CUDART_INF_F;
     for (int row = blockIdx.z; row < max_tokens; row += gridDim.z) {
       put_queries(queries);
@@ -368,8 +399,11 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
         if (c == 0) sums[warpgroup * kHeads + warp * 16 + r + 8 * h] = sum[h];
       }
       dk::meet_acq_rel_cta(kSummed, 2 * kWarpgroup);
-      stage_results(o);
-      put_results(row, (turn + 1) % 2, queries);
+      if (splits > 1) {
+        merge_results(o, row, (turn + 1) % 2);
+        break;  // the only one
+      }
+      put_results(o, row, (turn + 1) % 2, queries);
     }
   } else {
     dk::give_back_registers<64>();
@@ -502,8 +536,9 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
       tiles = following;
     }
     for (int left = max(turn - 2, 0); left < turn; ++left) dk::meet_acq_rel_cta(kEmpty + left % 2, kThreads);
-    if (splits > 1) {
-      dk::meet_acq_rel_cluster();
+    if (splits > 1) {  // as the others do
+      dk::arrive_relaxed_cluster();
+      dk::wait_acquire_cluster();
       dk::meet_acq_rel_cluster();
     }
   }
