@@ -84,6 +84,13 @@ __device__ inline uint4 halves_of(const uint4& pairs) {
   return {halves_of(pairs.x), halves_of(pairs.y), halves_of(pairs.z), halves_of(pairs.w)};
 }
 
+// Blocks that share a token, a power of two. Read anew each time: there are no registers to keep it.
+__device__ inline int blocks_of_token() {
+  int blocks;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+  return blocks;
+}
+
 // Which rows a token attends to, and which of their tiles are this block's.
 struct Rows {
   int request, position;
@@ -98,8 +105,8 @@ struct Rows {
     if (visible != nullptr && !token.is_padding()) entries = has_list ? min(list, visible[row]) : visible[row];
     count = of_window + entries;
     const int tiles = (count + kRows - 1) / kRows;
-    tile = tiles * static_cast<int>(blockIdx.x) / static_cast<int>(gridDim.x);
-    end_tile = tiles * static_cast<int>(blockIdx.x + 1) / static_cast<int>(gridDim.x);
+    const int bits = 31 - __clz(blocks_of_token());
+    tile = tiles * blockIdx.x >> bits, end_tile = tiles * (blockIdx.x + 1) >> bits;
   }
 };
 
@@ -139,7 +146,7 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
   const int warpgroup = threadIdx.x / kWarpgroup;
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
   const int r = lane / 4, c = lane % 4 * 2;  // see dk/warpgroup.cuh
-  const int rank = blockIdx.x, splits = gridDim.x, first_head = blockIdx.y * kHeads;
+  const int rank = blockIdx.x, first_head = blockIdx.y * kHeads;
   dk::wait_for_kernels_before();
   dk::let_kernels_behind_start();
   const auto rows_of = [&](int row) -> Rows {
@@ -297,7 +304,7 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
     };
     // A token that the cluster shares: divide what this block has by its sum, give the others what it has of heads of which they
     // make the results, where the tiles were, and make some.
-    const int each = kHeads / splits;
+    const int splits = blocks_of_token(), each = kHeads / splits;
     const auto part_at = [&](int from, int head, int chunk) -> unsigned {  // eight T of one of this block's heads
       return kTiles + ((from * each + head) * (kDim / 8) + chunk) * 16;
     };
@@ -536,7 +543,7 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
       tiles = following;
     }
     for (int left = max(turn - 2, 0); left < turn; ++left) dk::meet_acq_rel_cta(kEmpty + left % 2, kThreads);
-    if (splits > 1) {  // as the others do
+    if (blocks_of_token() > 1) {  // as the others do
       dk::arrive_relaxed_cluster();
       dk::wait_acquire_cluster();
       dk::meet_acq_rel_cluster();
