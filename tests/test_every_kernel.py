@@ -53,6 +53,7 @@ INSTANCES: dict[str, list[str]] = {
         "kv_write",
         *(f"{t},{kv},{rotation}" for t in HALVES for kv in (t, "__nv_fp8_e4m3") for rotation in range(3)),
     ),
+    "linear": instances("linear", "__nv_bfloat16,16", "__nv_bfloat16,32", "float,64"),
     "paged_attention": [
         *instances(
             "paged_attention",
@@ -68,6 +69,7 @@ INSTANCES: dict[str, list[str]] = {
         *("__nv_bfloat16,__nv_fp8_e4m3,128,16,12", "__nv_bfloat16,__nv_bfloat16,256,16,15"),
     ),
     "query_kv": instances("query_kv", "0", "1"),
+    "rms_norm": instances("rms_norm", "1", "2"),
     "scale": [
         *instances("scale", *FLOATS, *WIDE),
         *instances("scale_dynamic", *FLOATS, *WIDE),
@@ -75,7 +77,7 @@ INSTANCES: dict[str, list[str]] = {
     ],
     "sparse_attention": instances("sparse_attention", "0,2", "1,1", "0,0"),
     "step_tokens": [],
-    "top_k": instances("top_k", "1", "8"),
+    "top_k": [*instances("top_k_short", "1", "4"), *instances("top_k_long", "1", "8")],
     "ulysses": [
         *instances("ulysses_to_heads", "1,2", "2,2", "1,8", "2,8"),
         *instances("ulysses_to_tokens", "1,2", "2,2", "1,8", "2,8"),
