@@ -5,11 +5,11 @@
 //   out = sum exp(scale * q r) r / (sum exp(scale * q r) + exp(sink)),
 // whose last 64 elements are turned back by p, for the rows were turned by their own positions.
 //
-// A block has 64 heads of one token after another, or its part of the rows of one token, 64 rows at a time. Two warpgroups
-// bring rows: find them, read them, and put them, widened to 16 bits, into one of two tiles. The other two take turns at
-// multiplying a tile with the queries and making probabilities, so that one does while the other's products go on; then both
-// multiply these with the rows, each for half of the dimensions. The parts of a cluster's blocks are added up in the order of
-// their ranks.
+// A block has 64 heads of one token after another, or its part of the rows of one token, 64 rows at a time. Two
+// warpgroups bring rows: find them, read them, and put them, widened to 16 bits, into one of two tiles. The other two
+// take turns at multiplying a tile with the queries and making probabilities, so that one does while the other's
+// products go on; then both multiply these with the rows, each for half of the dimensions. The parts of a cluster's
+// blocks are added up in the order of their ranks.
 
 #include <math_constants.h>
 
@@ -28,21 +28,9 @@ constexpr int kDim = 512, kHeads = 64, kRows = 64;  // of a block, and of a tile
 constexpr int kMostSplits = 8;                      // blocks of a cluster
 constexpr unsigned kPanel = kRows * 128;            // bytes of 64 columns of a tile, or of the queries
 constexpr unsigned kTileBytes = kDim / 64 * kPanel;
-// Where things are in shared memory: queries, two tiles of rows, two of probabilities; of each tile which of its rows there
-// are, what sums so far are multiplied by, and the maximum so far; of each warpgroup the sum over its tiles; the sinks, and
-// the cosines and sines of the position; and of each head the maximum and the sum, those of all the cluster's blocks for some;
-// and where the rows of two times four tiles are. In the end results are where the queries were, and those of others where the tiles were.
-constexpr unsigned kTiles = kTileBytes, kProbabilities = kTiles + 2 * kTileBytes;
-constexpr unsigned kPresent = kProbabilities + 2 * kPanel, kFactors = kPresent + 2 * 8;
-constexpr unsigned kMaxima = kFactors + 2 * kHeads * 4, kSums = kMaxima + 2 * kHeads * 4;
-constexpr unsigned kSinks = kSums + 2 * kHeads * 4, kAngles = kSinks + kHeads * 4;
-constexpr unsigned kTotals = kAngles + dk::kRotary * 4, kPlaces = kTotals + kHeads * 8;
-
-// kSource of an instance: what the list of entries is.
-constexpr int kNoEntries = 0, kAllEntries = 1, kListed = 2;
-
 // The block's barriers; two each of those of tiles, and of what a warpgroup has made.
-constexpr int kQueries = 1, kFull = 2, kEmpty = 4, kProbable = 6, kRaised = 8, kMade = 10, kSummed = 12, kStaged = 13, kFound = 14;
+constexpr int kQueries = 1, kFull = 2, kEmpty = 4, kProbable = 6, kRaised = 8, kMade = 10, kSummed = 12, kStaged = 13,
+              kFound = 14;
 
 // What products are made of. Rows of 8 bits become halves: probabilities have more bits in them, and widening is cheap.
 template <int kFormat>
@@ -52,6 +40,25 @@ struct Factor {
 template <>
 struct Factor<dk::kKvFp8> {
   using type = __half;
+};
+
+// Where a row is.
+struct Found {
+  const unsigned char *values, *scales;  // null: there is none
+};
+
+// The block's shared memory. Products want panels to begin at multiples of 1024 bytes.
+struct Shared {
+  unsigned char queries[kTileBytes];         // and in the end results
+  unsigned char tiles[2][kTileBytes];        // and in the end what the cluster's other blocks have of some heads
+  unsigned char probabilities[2][kPanel];    // of a tile
+  unsigned char present[2][8];               // of a tile, a bit for each row that there is
+  float factors[2][kHeads];                  // what a tile has sums so far multiplied by
+  float maxima[2][kHeads];                   // with a tile
+  float sums[2][kHeads];                     // over a warpgroup's tiles
+  float sinks[kHeads], angles[dk::kRotary];  // of the position, cosines and sines
+  float2 totals[kHeads];                     // [splits][heads of this block]: maximum, sum
+  Found places[2][4 * kRows];                // of the rows of two times four tiles
 };
 
 // What one of the four lanes of a row reads of it: a quarter of each block.
@@ -112,18 +119,18 @@ struct Rows {
 
 }  // namespace
 
-// grid: (splits, ceil(heads / 64), blocks), blocks at most max_tokens, and max_tokens if there are splits; in clusters of
-// (splits, 1, 1); block: 512; shared: 223760
+// grid: (splits, ceil(heads / 64), blocks) in clusters of (splits, 1, 1), blocks at most max_tokens, and as many if
+// there are splits; block: 512; shared: sizeof(Shared)
 // q, out: [max_tokens, heads, 512], token by token q_stride elements on in q, and none between in out
 // lse: [max_tokens, heads]; sinks: [heads]; cos_sin: [max_position, 64]; each may be null, and is not there then
 // tokens: [max_tokens, 4], of dk::StepToken
 // window_..., entry_...: rows in pages, see dk/records.cuh
-// visible: [max_tokens], the entries that a token sees; listed: [max_tokens, list], of which min(list, visible) count, and a
-// negative one is none
+// visible: [max_tokens], the entries that a token sees; null: none
+// listed: [max_tokens, list], of which min(list, visible) count, and a negative one is none; read if kListed
 //
-// lse is the natural logarithm of the sum of exp(scale * q r), without the sink. Without rows out is 0, lse -inf; so are
-// padding's.
-template <int kFormat, int kSource>
+// lse is the natural logarithm of the sum of exp(scale * q r), without the sink. Without rows out is 0, lse -inf; so
+// are padding's.
+template <int kFormat, bool kListed>
 __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
     const __nv_bfloat16* q, const int* tokens, const unsigned char* window_pool, const int* window_table,
     int window_pages, int window_width, int window_bits, long long window_page_bytes, const unsigned char* entry_pool,
@@ -134,15 +141,9 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
   constexpr bool k8Bit = kFormat == dk::kKvFp8;
   using T = typename Factor<kFormat>::type;
 
-  extern __shared__ __align__(1024) unsigned char shared[];  // all of it: products want it to begin so
-  const unsigned base = dk::shared_address(shared);
-  unsigned char* present = shared + kPresent;                          // [2][8]: of 8 rows each
-  float* factors = reinterpret_cast<float*>(shared + kFactors);        // [2][kHeads]
-  float* maxima = reinterpret_cast<float*>(shared + kMaxima);          // [2][kHeads]
-  float* sums = reinterpret_cast<float*>(shared + kSums);              // [2][kHeads]
-  float* sinks_of = reinterpret_cast<float*>(shared + kSinks);         // [kHeads]
-  float* angles = reinterpret_cast<float*>(shared + kAngles);          // [64]: cosines, sines
-  float2* totals = reinterpret_cast<float2*>(shared + kTotals);        // [splits][heads of this block]: maximum, sum
+  extern __shared__ __align__(1024) unsigned char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  static_assert(sizeof(Shared) == 223760, "as the host asks for");
   const int warpgroup = threadIdx.x / kWarpgroup;
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
   const int r = lane / 4, c = lane % 4 * 2;  // see dk/warpgroup.cuh
@@ -150,7 +151,7 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
   dk::wait_for_kernels_before();
   dk::let_kernels_behind_start();
   const auto rows_of = [&](int row) -> Rows {
-    return Rows(tokens, kSource == kNoEntries ? nullptr : visible, row, window, list, kSource == kListed);
+    return Rows(tokens, visible, row, window, list, kListed);
   };
 
   if (warpgroup < 2) {
@@ -173,7 +174,7 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
 #pragma unroll
       for (int i = 0; i < 8; ++i)
         for (int j = 0; j < 2; ++j)
-          *reinterpret_cast<uint4*>(shared + dk::in_panels(threadIdx.x / 32 * 8 + i, j * 32 + lane, kPanel)) =
+          *reinterpret_cast<uint4*>(shared.queries + dk::in_panels(threadIdx.x / 32 * 8 + i, j * 32 + lane, kPanel)) =
               k8Bit ? halves_of(queries.eight[i][j]) : queries.eight[i][j];
       dk::fence_proxy_async_shared();
       dk::meet_acq_rel_cta(kQueries, 2 * kWarpgroup);
@@ -181,36 +182,36 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
     const auto add_rows = [&](float (&o)[2][kDim / 8], float (&sum)[2], int stage, bool made) {
       if (made) dk::meet_acq_rel_cta(kMade + stage, kWarpgroup);
       else dk::meet_acq_rel_cta(kProbable + stage, 2 * kWarpgroup);
-      const float low = factors[stage * kHeads + warp * 16 + r], high = factors[stage * kHeads + warp * 16 + r + 8];
+      const float low = shared.factors[stage][warp * 16 + r], high = shared.factors[stage][warp * 16 + r + 8];
       if (__any_sync(~0u, low != 1.0f || high != 1.0f)) {
-  #pragma unroll
+#pragma unroll
         for (int j = 0; j < kDim / 4; ++j) o[j / 64][j % 64] *= j & 2 ? high : low;
         sum[0] *= low, sum[1] *= high;
       }
-      const unsigned probabilities = base + kProbabilities + stage * kPanel;
-      const unsigned values = base + kTiles + stage * kTileBytes + warpgroup * 4 * kPanel;
+      const unsigned probabilities = dk::shared_address(shared.probabilities[stage]);
+      const unsigned values = dk::shared_address(shared.tiles[stage]) + warpgroup * 4 * kPanel;
       dk::begin_products();
-  #pragma unroll
+#pragma unroll
       for (int step = 0; step < kRows / 16; ++step)
         for (int part = 0; part < 2; ++part)
           dk::multiply_64_by<T, 128>(o[part], dk::by_rows(probabilities + step * 32),
-                                  dk::by_columns(values + part * 2 * kPanel + step * 2048, kPanel), true);
+                                     dk::by_columns(values + part * 2 * kPanel + step * 2048, kPanel), true);
       dk::commit_products();
       dk::wait_for_products<0>();
       dk::arrive_release_cta(kEmpty + stage, kThreads);
     };
-    // They take turns at making the probabilities of a tile, and what sums so far are multiplied by. The maximum goes from one
-    // to the other.
+    // They take turns at making the probabilities of a tile, and what sums so far are multiplied by. The maximum goes
+    // from one to the other.
     const auto make_probabilities = [&](int stage, bool is_first, bool is_last, float (&added)[2]) {
       dk::meet_acq_rel_cta(kFull + stage, 3 * kWarpgroup);
       const float unit = scale * dk::kLog2e;
-      const unsigned keys = base + kTiles + stage * kTileBytes;
+      const unsigned queries = dk::shared_address(shared.queries), keys = dk::shared_address(shared.tiles[stage]);
       float s[kRows / 2];
       dk::begin_products();
 #pragma unroll
       for (int step = 0; step < kDim / 16; ++step) {
         const unsigned at = step / 4 * kPanel + step % 4 * 32;
-        dk::multiply_64_by<T, 64>(s, dk::by_rows(base + at), dk::by_rows(keys + at), step > 0);
+        dk::multiply_64_by<T, 64>(s, dk::by_rows(queries + at), dk::by_rows(keys + at), step > 0);
       }
       dk::commit_products();
       dk::wait_for_products<0>();
@@ -218,7 +219,7 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
       float most[2] = {-CUDART_INF_F, -CUDART_INF_F};
 #pragma unroll
       for (int j = 0; j < kRows / 2; ++j) s[j] *= unit;
-      const unsigned long long there = *reinterpret_cast<const unsigned long long*>(present + stage * 8);
+      const unsigned long long there = *reinterpret_cast<const unsigned long long*>(shared.present[stage]);
       if (there != ~0ull) {
 #pragma unroll
         for (int j = 0; j < kRows / 2; ++j)
@@ -232,25 +233,25 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
       float from[2];
       for (int h = 0; h < 2; ++h) {
         const int head = warp * 16 + r + 8 * h;
-        float maximum = is_first ? -CUDART_INF_F : maxima[(stage ^ 1) * kHeads + head], factor = 1.0f;
+        float maximum = is_first ? -CUDART_INF_F : shared.maxima[stage ^ 1][head], factor = 1.0f;
         if (most[h] > maximum + dk::kSlack) {  // never so between two -inf
           factor = dk::exp2_approx(maximum - most[h]);
           maximum = most[h];
         }
         from[h] = maximum == -CUDART_INF_F ? 0.0f : maximum;
-        if (c == 0) factors[stage * kHeads + head] = factor, maxima[stage * kHeads + head] = maximum;
+        if (c == 0) shared.factors[stage][head] = factor, shared.maxima[stage][head] = maximum;
       }
       if (!is_last) dk::arrive_release_cta(kRaised + stage, 2 * kWarpgroup);
       added[0] = added[1] = 0.0f;
       // Made anew for each tile: there are no registers to keep the places of all chunks.
-      unsigned place = kProbabilities + (warp * 16 + r) * 128 + (r << 4) + c * 2;
+      unsigned place = (warp * 16 + r) * 128 + (r << 4) + c * 2;
       asm volatile("" : "+r"(place));
 #pragma unroll
       for (int j = 0; j < kRows / 2; j += 2) {
         const int h = j >> 1 & 1;
         const float first = dk::exp2_approx(s[j] - from[h]), second = dk::exp2_approx(s[j + 1] - from[h]);
         added[h] += first + second;
-        *reinterpret_cast<unsigned*>(shared + (place ^ j / 4 << 4) + stage * kPanel + h * 1024) =
+        *reinterpret_cast<unsigned*>(shared.probabilities[stage] + (place ^ j / 4 << 4) + h * 1024) =
             dk::pair<T>(first, second);
       }
       dk::fence_proxy_async_shared();
@@ -258,15 +259,15 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
     };
     // Of one of this block's heads: what its sums are multiplied by in the end, and its lse.
     const auto weight_of = [&](int head, float maximum, float sum) -> float {
-      return sum == 0.0f ? 0.0f : 1.0f / (sum + dk::exp2_approx(sinks_of[head] * dk::kLog2e - maximum));
+      return sum == 0.0f ? 0.0f : 1.0f / (sum + dk::exp2_approx(shared.sinks[head] * dk::kLog2e - maximum));
     };
     const auto put_lse = [&](int row, int head, float maximum, float sum) {
       if (lse != nullptr && first_head + head < heads)
         lse[1ll * row * heads + first_head + head] =
             sum == 0.0f ? -CUDART_INF_F : (maximum + __log2f(sum)) * dk::kLn2;
     };
-    // Where the pair of columns c of block 0 of this thread's heads goes, where the queries were; block b's is at ^ b % 8 << 4 in
-    // panel b / 8, and head r + 8's 1024 bytes on.
+    // Where the pair of columns c of block 0 of this thread's heads goes, where the queries were; block b's is at ^ b %
+    // 8 << 4 in panel b / 8, and head r + 8's 1024 bytes on.
     const auto place_of_results = [&]() -> unsigned {
       return warpgroup * 4 * kPanel + (warp * 16 + r) * 128 + (r << 4) + c * 2;
     };
@@ -276,8 +277,8 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int head = warp * 16 + r + 8 * h;
-        const float sum = sums[head] + sums[kHeads + head];
-        const float maximum = sum == 0.0f ? 0.0f : maxima[last * kHeads + head], weight = weight_of(head, maximum, sum);
+        const float sum = shared.sums[0][head] + shared.sums[1][head];
+        const float maximum = sum == 0.0f ? 0.0f : shared.maxima[last][head], weight = weight_of(head, maximum, sum);
         if (warpgroup == 0 && c == 0) put_lse(row, head, maximum, sum);
 #pragma unroll
         for (int block = 0; block < 32; ++block) {
@@ -285,9 +286,9 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
           float odd = o[block / 16][block % 16 * 4 + 2 * h + 1] * weight;
           if (block >= 24 && warpgroup == 1 && cos_sin != nullptr) {  // back by the token's position
             const int pair = (block - 24) * 4 + c / 2;
-            dk::turn(even, odd, angles[pair], -angles[dk::kRotary / 2 + pair]);
+            dk::turn(even, odd, shared.angles[pair], -shared.angles[dk::kRotary / 2 + pair]);
           }
-          *reinterpret_cast<unsigned*>(shared + (place ^ block % 8 << 4) + block / 8 * kPanel + h * 1024) =
+          *reinterpret_cast<unsigned*>(shared.queries + (place ^ block % 8 << 4) + block / 8 * kPanel + h * 1024) =
               dk::pair<__nv_bfloat16>(even, odd);
         }
       }
@@ -298,15 +299,15 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
         const int head = i / 2 * 8 + threadIdx.x / 32, chunk = i % 2 * 32 + lane;
         if (first_head + head < heads)
           *reinterpret_cast<uint4*>(out + (1ll * row * heads + first_head + head) * kDim + chunk * 8) =
-              *reinterpret_cast<const uint4*>(shared + dk::in_panels(head, chunk, kPanel));
+              *reinterpret_cast<const uint4*>(shared.queries + dk::in_panels(head, chunk, kPanel));
       }
       dk::meet_acq_rel_cta(kStaged, 2 * kWarpgroup);  // the queries may come
     };
-    // A token that the cluster shares: divide what this block has by its sum, give the others what it has of heads of which they
-    // make the results, where the tiles were, and make some.
+    // A token that the cluster shares: divide what this block has by its sum, give the others what it has of heads of
+    // which they make the results, where the tiles were, and make some.
     const int splits = blocks_of_token(), each = kHeads / splits;
-    const auto part_at = [&](int from, int head, int chunk) -> unsigned {  // eight T of one of this block's heads
-      return kTiles + ((from * each + head) * (kDim / 8) + chunk) * 16;
+    const auto part_at = [&](int from, int head, int chunk) -> const T* {  // eight of one of this block's heads
+      return reinterpret_cast<const T*>(shared.tiles) + ((from * each + head) * (kDim / 8) + chunk) * 8;
     };
     const auto merge_results = [&](float (&o)[2][kDim / 8], int row, unsigned last) {
       dk::arrive_relaxed_cluster();  // this block reads no tile any more
@@ -314,10 +315,10 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int head = warp * 16 + r + 8 * h;
-        const float sum = sums[head] + sums[kHeads + head], inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+        const float sum = shared.sums[0][head] + shared.sums[1][head], inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
         for (int block = 0; block < 32; ++block)
-          *reinterpret_cast<unsigned*>(shared + (place ^ block % 8 << 4) + block / 8 * kPanel + h * 1024) =
+          *reinterpret_cast<unsigned*>(shared.queries + (place ^ block % 8 << 4) + block / 8 * kPanel + h * 1024) =
               dk::pair<T>(o[block / 16][block % 16 * 4 + 2 * h] * inverse,
                           o[block / 16][block % 16 * 4 + 2 * h + 1] * inverse);
       }
@@ -327,28 +328,30 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
 #pragma unroll 4
       for (int i = 0; i < 16; ++i) {
         const int head = i / 2 * 8 + first, chunk = i % 2 * 32 + lane;
-        dk::store_shared_cluster_16(base + part_at(rank, head % each, chunk), head / each,
-                                    *reinterpret_cast<const uint4*>(shared + dk::in_panels(head, chunk, kPanel)));
+        const unsigned char* mine = shared.queries + dk::in_panels(head, chunk, kPanel);
+        dk::store_shared_cluster_16(dk::shared_address(part_at(rank, head % each, chunk)), head / each,
+                                    *reinterpret_cast<const uint4*>(mine));
       }
       if (threadIdx.x < kHeads) {
-        const float sum = sums[threadIdx.x] + sums[kHeads + threadIdx.x];
-        dk::store_shared_cluster_8(base + kTotals + (rank * each + threadIdx.x % each) * 8, threadIdx.x / each,
-                                   {sum == 0.0f ? -CUDART_INF_F : maxima[last * kHeads + threadIdx.x], sum});
+        const float sum = shared.sums[0][threadIdx.x] + shared.sums[1][threadIdx.x];
+        dk::store_shared_cluster_8(dk::shared_address(shared.totals + rank * each + threadIdx.x % each),
+                                   threadIdx.x / each,
+                                   {sum == 0.0f ? -CUDART_INF_F : shared.maxima[last][threadIdx.x], sum});
       }
       dk::meet_acq_rel_cluster();
 
       if (threadIdx.x < each) {  // what a block's part of a head is multiplied by: its part of the sum
         float maximum = -CUDART_INF_F, sum = 0.0f;
-        for (int from = 0; from < splits; ++from) maximum = fmaxf(maximum, totals[from * each + threadIdx.x].x);
+        for (int from = 0; from < splits; ++from) maximum = fmaxf(maximum, shared.totals[from * each + threadIdx.x].x);
         for (int from = 0; from < splits; ++from) {
-          float2& part = totals[from * each + threadIdx.x];
+          float2& part = shared.totals[from * each + threadIdx.x];
           part.y *= dk::exp2_approx(part.x - (maximum == -CUDART_INF_F ? 0.0f : maximum));
           sum += part.y;
         }
         if (maximum == -CUDART_INF_F) maximum = 0.0f;
         put_lse(row, rank * each + threadIdx.x, maximum, sum);
         const float weight = weight_of(rank * each + threadIdx.x, maximum, sum);
-        for (int from = 0; from < splits; ++from) totals[from * each + threadIdx.x].y *= weight;
+        for (int from = 0; from < splits; ++from) shared.totals[from * each + threadIdx.x].y *= weight;
       }
       dk::meet_acq_rel_cta(kStaged, 2 * kWarpgroup);
       for (int i = first; i < each; i += 8) {
@@ -357,15 +360,15 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
         float y[2][8] = {};
 #pragma unroll 2
         for (int from = 0; from < splits; ++from) {
-          const float weight = totals[from * each + i].y;
+          const float weight = shared.totals[from * each + i].y;
           for (int j = 0; j < 2; ++j) {
-            const auto x = dk::Vec<T, 8>::load(reinterpret_cast<const T*>(shared + part_at(from, i, j * 32 + lane)));
+            const auto x = dk::Vec<T, 8>::load(part_at(from, i, j * 32 + lane));
             for (int e = 0; e < 8; ++e) y[j][e] += weight * dk::to_float(x.elements[e]);
           }
         }
         if (cos_sin != nullptr && lane >= 24)
           for (int e = 0, pair = (lane - 24) * 4; e < 4; ++e, ++pair)
-            dk::turn(y[1][2 * e], y[1][2 * e + 1], angles[pair], -angles[dk::kRotary / 2 + pair]);
+            dk::turn(y[1][2 * e], y[1][2 * e + 1], shared.angles[pair], -shared.angles[dk::kRotary / 2 + pair]);
         for (int j = 0; j < 2; ++j) {
           const uint4 eight = {dk::pair<__nv_bfloat16>(y[j][0], y[j][1]), dk::pair<__nv_bfloat16>(y[j][2], y[j][3]),
                                dk::pair<__nv_bfloat16>(y[j][4], y[j][5]), dk::pair<__nv_bfloat16>(y[j][6], y[j][7])};
@@ -377,13 +380,15 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
     unsigned turn = 0;
     Queries queries = read_queries(blockIdx.z);
     if (threadIdx.x < kHeads)
-      sinks_of[threadIdx.x] =
+      shared.sinks[threadIdx.x] =
           sinks != nullptr && first_head + threadIdx.x < heads ? sinks[first_head + threadIdx.x] : -CUDART_INF_F;
     for (int row = blockIdx.z; row < max_tokens; row += gridDim.z) {
       put_queries(queries);
       const Rows rows = rows_of(row);
+      DK_CHECK(cos_sin == nullptr || rows.position < max_position, "row %d is at position %d: cos_sin has %d rows\n",
+               row, rows.position, max_position);
       if (cos_sin != nullptr && threadIdx.x < dk::kRotary)
-        angles[threadIdx.x] = cos_sin[1ll * min(rows.position, max_position - 1) * dk::kRotary + threadIdx.x];
+        shared.angles[threadIdx.x] = cos_sin[1ll * min(rows.position, max_position - 1) * dk::kRotary + threadIdx.x];
       for (int i = threadIdx.x; i < kHeads * kDim / 64; i += 2 * kWarpgroup)  // the next token's queries
         dk::prefetch_l2(q + 1ll * (row + gridDim.z) * q_stride + first_head * kDim + i * 64,
                         row + gridDim.z < max_tokens && first_head + i / 8 < heads);
@@ -403,7 +408,7 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
       turn += tiles;
       for (int h = 0; h < 2; ++h) {
         for (int step = 1; step < 4; step *= 2) sum[h] += __shfl_xor_sync(~0u, sum[h], step);
-        if (c == 0) sums[warpgroup * kHeads + warp * 16 + r + 8 * h] = sum[h];
+        if (c == 0) shared.sums[warpgroup][warp * 16 + r + 8 * h] = sum[h];
       }
       dk::meet_acq_rel_cta(kSummed, 2 * kWarpgroup);
       if (splits > 1) {
@@ -414,22 +419,18 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
     }
   } else {
     dk::give_back_registers<64>();
-    // Rows are looked for four tiles at a time, a thread each, in three steps of a load each, while others go by: which entry,
-    // in which page, where. Of a tile a warp has eight rows, with four lanes each.
-    struct Found {
-      const unsigned char *values, *scales;  // null: no row
-    };
-    Found* places = reinterpret_cast<Found*>(shared + kPlaces);  // [2][4 * kRows]
-    constexpr int kWindow = 1 << 30;                               // more for an entry of the window
+    // Rows are looked for four tiles at a time, a thread each, in three steps of a load each, while others go by: which
+    // entry, in which page, where. Of a tile a warp has eight rows, with four lanes each.
+    constexpr int kWindow = 1 << 30;  // more for an entry of the window
     const auto source_of = [&](int entry) -> dk::PagesOf<kFormat, const unsigned char> {
       const bool is_window = entry >= kWindow;
       return {is_window ? window_pool : entry_pool,   is_window ? window_table : entry_table,
               is_window ? window_pages : entry_pages, is_window ? window_width : entry_width,
               is_window ? window_bits : entry_bits,   is_window ? window_page_bytes : entry_page_bytes};
     };
-    int row = blockIdx.z, done = 0;              // the token, and how many of its tiles were looked for
-    int entry = -1, page = -1;       // of this thread's row; below 0: none
-    const auto choose = [&]() -> int {       // the next tiles of a token, 0 if there are no more
+    int row = blockIdx.z, done = 0;     // the token, and how many of its tiles were looked for
+    int entry = -1, page = -1;          // of this thread's row; below 0: none
+    const auto choose = [&]() -> int {  // the next tiles of a token, 0 if there are no more
       for (entry = -1; row < max_tokens; row += gridDim.z, done = 0) {
         const Rows rows = rows_of(row);
         const int tiles = min(4, rows.end_tile - rows.tile - done);
@@ -438,13 +439,15 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
         done += tiles, entry = number - rows.of_window;
         if (entry < 0) entry += rows.position + 1 + kWindow;
         else if (number >= rows.count) entry = -1;
-        else if (kSource == kListed) entry = listed[1ll * row * list + entry];
+        else if constexpr (kListed) entry = listed[1ll * row * list + entry];
+        DK_CHECK(entry < 0 || number < rows.of_window || entry < visible[row],
+                 "row %d attends to entry %d, and sees %d\n", row, entry, visible[row]);
         if (entry >= 0) page = *source_of(entry).page_number(rows.request, entry % kWindow);
         return tiles;
       }
       return 0;
     };
-    const auto place = [&](int half) {
+    const auto place = [&](Found* places) {
       asm volatile("" : "+r"(entry));  // else all that follows from it is computed before the tiles, and kept
       Found found = {nullptr, nullptr};
       const auto source = source_of(entry);
@@ -452,7 +455,7 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
         const int at = source.place_of(entry % kWindow);
         found = {source.values(page, at), source.scales(page, at)};
       }
-      places[half + threadIdx.x - 2 * kWarpgroup] = found;
+      places[threadIdx.x - 2 * kWarpgroup] = found;
       dk::meet_acq_rel_cta(kFound, 2 * kWarpgroup);
     };
     // Each phase asks anew who it is: then the compiler does not keep in registers what follows from that.
@@ -473,24 +476,25 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
       piece.scales = dk::load_weak_8(found.scales);
       return piece;
     };
-    const auto copy = [&](unsigned tile, const Found& found) {  // bfloat16 rows
+    const auto copy = [&](unsigned char* tile, const Found& found) {  // bfloat16 rows
       const Lane me;
 #pragma unroll 4
       for (int i = 0; i < 16; ++i)
-        dk::copy_async_16(base + tile + dk::in_panels(me.row, i * 4 + me.part, kPanel),
+        dk::copy_async_16(dk::shared_address(tile) + dk::in_panels(me.row, i * 4 + me.part, kPanel),
                           found.values == nullptr ? window_pool : found.values + (i * 4 + me.part) * 16,
                           found.values == nullptr ? 0 : 16);
       dk::commit_copies();
     };
 
     constexpr int kHalf = 4 * kRows;
-    int tiles = choose(), turn = 0, at = Lane().row;  // where the next tile's place of this thread's row is
-    place(0);
+    int tiles = choose(), turn = 0;
+    int at = Lane().row;  // which of the places is that of this thread's row of the next tile
+    place(shared.places[0]);
     [[maybe_unused]] Found found;
     [[maybe_unused]] Piece piece;
     bool is_there;
     const auto take = [&]() {
-      const Found next = places[at];
+      const Found next = shared.places[0][at];
       is_there = next.values != nullptr;
       if constexpr (k8Bit) piece = read(next);
       else found = next;
@@ -498,28 +502,28 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
     take();
     while (tiles > 0) {
       const int following = choose();
-  #pragma unroll 1
+#pragma unroll 1
       for (; tiles > 0; --tiles, ++turn) {
         const int stage = turn % 2;
-        const unsigned tile = kTiles + stage * kTileBytes;
+        unsigned char* tile = shared.tiles[stage];
         const unsigned there = __ballot_sync(~0u, is_there);  // four bits a row
         if (turn >= 2) dk::meet_acq_rel_cta(kEmpty + stage, kThreads);
         if constexpr (k8Bit) {
-          // The row's chunks: two of them for 16 e4m3, the second where the first is ^ 16. Lanes of two rows, of which one is
-          // odd, write at once, to as many banks as there are.
+          // The row's chunks: two of them for 16 e4m3, the second where the first is ^ 16. Lanes of two rows, of which
+          // one is odd, write at once, to as many banks as there are.
           const Lane me;
-          const unsigned coded = tile + dk::in_panels(me.row, me.part * 2, kPanel);
-          const unsigned rotated = tile + dk::in_panels(me.row, 56 + me.part, kPanel);
+          const unsigned coded = dk::in_panels(me.row, me.part * 2, kPanel);
+          const unsigned rotated = dk::in_panels(me.row, 56 + me.part, kPanel);
 #pragma unroll
           for (int block = 0; block < 7; ++block) {
             const unsigned scale = (block < 4 ? piece.scales.x : piece.scales.y) >> block % 4 * 8 & 0xff;
             uint4 low, high;
             widen(piece.coded[block], __float2half2_rn(dk::power_of_two(scale)), low, high);
-            *reinterpret_cast<uint4*>(shared + coded + block * kPanel) = low;
-            *reinterpret_cast<uint4*>(shared + (coded ^ 16) + block * kPanel) = high;
+            *reinterpret_cast<uint4*>(tile + coded + block * kPanel) = low;
+            *reinterpret_cast<uint4*>(tile + (coded ^ 16) + block * kPanel) = high;
           }
           for (int half = 0; half < 2; ++half)
-            *reinterpret_cast<uint4*>(shared + (rotated ^ half * 64)) = halves_of(piece.rotated[half]);
+            *reinterpret_cast<uint4*>(tile + (rotated ^ half * 64)) = halves_of(piece.rotated[half]);
         } else {
           copy(tile, found);
           dk::wait_for_copies<0>();
@@ -527,7 +531,7 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
         if (lane == 0) {
           unsigned bits = 0;
           for (int of = 0; of < 8; ++of) bits |= (there >> 4 * of & 1) << of;
-          present[stage * 8 + Lane().row / 8] = static_cast<unsigned char>(bits);
+          shared.present[stage][Lane().row / 8] = static_cast<unsigned char>(bits);
         }
         dk::fence_proxy_async_shared();
         dk::arrive_release_cta(kFull + stage, 3 * kWarpgroup);
@@ -535,7 +539,7 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
         at += kRows;
         if (tiles == 1) {
           const int other = (at - kRows) / kHalf * kHalf ^ kHalf;
-          place(other);
+          place(shared.places[0] + other);
           at = other + Lane().row;
         }
         take();

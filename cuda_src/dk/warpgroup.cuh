@@ -1,12 +1,13 @@
 // Products of a warpgroup, four warps in step, out of shared memory (wgmma); sm_90a has them.
 //
-// D[64, N] (+)= A[64, 16] B[16, N] of two-byte T, with float sums. With r = lane / 4 and c = lane % 4 * 2, lane of warp w of
-// the four has of D, for each block j of 8 columns, in d[4 * j]: [16w+r][8j+c], [16w+r][8j+c+1], [16w+r+8][8j+c],
+// D[64, N] (+)= A[64, 16] B[16, N] of two-byte T, with float sums. With r = lane / 4 and c = lane % 4 * 2, lane of warp
+// w of the four has of D, for each block j of 8 columns, in d[4 * j]: [16w+r][8j+c], [16w+r][8j+c+1], [16w+r+8][8j+c],
 // [16w+r+8][8j+c+1].
 //
-// A tile in shared memory is made of panels, 64 elements (128 bytes) wide, whose rows follow each other, and begins at a
-// multiple of 1024 bytes; 16-byte chunk c of a panel's row r stands where c ^ (r & 7) would. Read by its rows it is A, or a
-// B whose columns they are; read the other way, rows are the sums' index k and the panel's elements are columns of B.
+// A tile in shared memory is made of panels, 64 elements (128 bytes) wide, whose rows follow each other, and begins at
+// a multiple of 1024 bytes; 16-byte chunk c of a panel's row r stands where c ^ (r & 7) would. Read by its rows it is
+// A, or a B whose columns they are; read the other way, rows are the sums' index k and the panel's elements are columns
+// of B.
 
 #pragma once
 
@@ -20,7 +21,8 @@
 
 namespace dk {
 
-// What stands at `address` of shared memory, by rows: 8 of them are 1024 bytes. Advancing by 16 elements is 32 bytes more.
+// What stands at `address` of shared memory, by rows: 8 of them are 1024 bytes. Advancing by 16 elements is 32 bytes
+// more.
 __device__ inline unsigned long long by_rows(unsigned address) {
   return (address & 0x3ffffu) >> 4 | 1ull << 16 | 1024ull >> 4 << 32 | 1ull << 62;
 }

@@ -44,7 +44,6 @@ __all__ = ["sparse_attention"]
 DIM, HEADS, ROWS = 512, 64, 64  # of a block, and of a tile of rows
 THREADS, SHARED_BYTES = 512, 223760
 MOST_SPLITS = 8  # blocks of a cluster
-NO_ENTRIES, ALL_ENTRIES, LISTED = range(3)  # see cuda_src/sparse_attention.cu
 
 bfloat16, float32, int32 = (np.dtype(each) for each in (ml_dtypes.bfloat16, np.float32, np.int32))
 
@@ -78,15 +77,16 @@ def sparse_attention(
         entries: compressed ones, of the same format; ``ratio`` (4 or 128) says of how many tokens each. A token at
             position p sees the first ``(p + 1) // ratio`` of its request.
         indices: int32 [max_tokens, k], of those the ones that count; None: all. Of a token that sees n the first
-            min(k, n) are read, as `drvkit.ops.top_k` writes them; a negative one is none.
+            min(k, n) are read, as `drvkit.ops.top_k` writes them; a negative one is none. Of one that it does not see
+            the row means nothing; the CPU device reports it.
         sinks: float32 [heads]; exp(sink) is added to the sum below. -inf adds nothing, inf makes the output 0.
         cos_sin: float32 [max_position, 64]: the last 64 elements of an output are turned back by the token's position.
         lse: float32 [max_tokens, heads]: the natural logarithm of the sum of exp(scale * q r), without the sink.
         scale: of the logits; 512 ** -0.5 by default.
 
-    Without rows, and for padding, out is 0 and lse -inf. Factors are bfloat16, probabilities too; sums float32. Bits
-    depend on the number of multiprocessors, but not on other requests. An e4m3 NaN counts as 480: a row of NaN shows by
-    its bfloat16 elements.
+    Without rows, and for padding, out is 0 and lse -inf. Rows of `KV_FP8`, queries and probabilities are multiplied as
+    float16 (so what is above 65504 in size is infinite), those of `KV_BF16` as bfloat16; sums are float32. Bits depend on
+    the number of multiprocessors, but not on other requests.
 
     Needs compute capability 9.0; `ValueError` elsewhere.
     """
@@ -102,7 +102,7 @@ def sparse_attention(
     room = window.page_size * window.block_table.shape[1]
     if not 1 <= whole(f"{op}: window_size", window_size) <= room:
         raise ValueError(f"{op}: window_size: wanted 1 to {room}, as the window's block table has, got {window_size}")
-    source, width, visible, given = NO_ENTRIES, 0, None, window
+    width, visible, given = 0, None, window
     if entries is None:
         for role, operand in (("ratio", ratio), ("indices", indices)):
             if operand is not None:
@@ -111,13 +111,13 @@ def sparse_attention(
         read |= paged(op, "entries", entries, [window.format], tokens.max_requests)
         if ratio not in tuple(tokens.entries):
             raise ValueError(f"{op}: ratio: wanted one of {', '.join(map(str, tokens.entries))}, got {ratio!r}")
-        source, visible, given = ALL_ENTRIES, tokens.entries[ratio], entries
+        visible, given = tokens.entries[ratio], entries
         width = entries.page_size * entries.block_table.shape[1]
         if indices is not None:
             read["indices"] = listed = array(f"{op}: indices", indices, [int32])
             if len(listed.shape) != 2 or listed.shape[0] != count or not listed.shape[1]:
                 raise ValueError(f"{op}: indices: wanted shape ({count}, k), got {listed.shape}")
-            source, width = LISTED, listed.shape[1]
+            width = listed.shape[1]
     for role, operand, shape in (("sinks", sinks, (heads,)), ("cos_sin", cos_sin, None)):
         if operand is not None:
             read[role] = array(f"{op}: {role}", operand, [float32])
@@ -166,8 +166,9 @@ def sparse_attention(
             scale,
         ),
     )
+    function = f"{op}<{window.format.number},{'false' if indices is None else 'true'}>"
     return launch(
-        *(where, op, f"{op}<{window.format.number},{source}>", (splits, blocks, at_once), THREADS, args),
+        *(where, op, function, (splits, blocks, at_once), THREADS, args),
         shared_mem_bytes=SHARED_BYTES,
         after=after,
         name=name,

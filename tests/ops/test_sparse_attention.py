@@ -16,6 +16,7 @@ from standins import Foreign, Recorder
 
 from drvkit import ops
 from drvkit.device import Device, Stream
+from drvkit.driver import DriverError
 from drvkit.graph import Graph
 from drvkit.ops.sparse_attention import sparse_attention
 from drvkit.ops.step_tokens import StepTokens, plan_tokens
@@ -239,6 +240,8 @@ def test_the_bits_of_a_token_do_not_depend_on_others(stream: Stream, rng: np.ran
     step.lengths[1], step.lengths[2] = 17, 500  # fewer of their rows
     step.tokens, visible, _ = step_tokens(step.q_starts, step.lengths, step.rows)
     step.visible = visible[4]
+    assert step.indices is not None
+    step.indices[step.indices >= step.visible[:, None]] = -1
     apart = run(stream, step)
     assert_equal_bits(apart[0][0], together[0][0])
     assert (apart[0][5] != together[0][5]).any()
@@ -277,6 +280,23 @@ def test_results_may_be_where_the_queries_are(stream: Stream, rng: np.random.Gen
         operands.out = operands.q
         operands.submit(stream)
         assert_equal_bits(operands.results(stream)[0], want[0])
+
+
+def test_the_cpu_device_reports_an_entry_that_a_token_does_not_see(
+    capfd: pytest.CaptureFixture[str], rng: np.random.Generator
+) -> None:
+    step = Step(rng, [(2, 203)], k=8)  # at positions 201 and 202
+    assert step.indices is not None
+    step.indices[0, 7] = 50
+    victim = Device("cpu:5")
+    with victim.stream() as stream, ExitStack() as stack:
+        operands = Operands(stack, victim, step)
+        operands.submit(stream)
+        with pytest.raises(DriverError, match="LAUNCH_FAILED"):
+            stream.synchronize()
+        victim.driver.cuDevicePrimaryCtxReset(victim.handle)
+    ops.release(victim)
+    assert "row 0 attends to entry 50, and sees 50" in capfd.readouterr().out
 
 
 # ---- the op's checks -----------------------------------------------------------------------------------------------
@@ -325,10 +345,14 @@ def fit(rows: StepTokens, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "function", "blocks"),
     [
-        ({}, "0,2", 1),
-        ({"indices": None}, "0,1", 1),
-        ({"entries": None, "indices": None, "ratio": None, "sinks": None, "cos_sin": None, "lse": None}, "0,0", 1),
-        ({"window": pages(KV_BF16, 64, 2), "entries": pages(KV_BF16, 2, 4), "ratio": 128, "indices": None}, "1,1", 1),
+        ({}, "0,true", 1),
+        ({"indices": None}, "0,false", 1),
+        ({"entries": None, "indices": None, "ratio": None, "sinks": None, "cos_sin": None, "lse": None}, "0,false", 1),
+        (
+            {"window": pages(KV_BF16, 64, 2), "entries": pages(KV_BF16, 2, 4), "ratio": 128, "indices": None},
+            "1,false",
+            1,
+        ),
         (
             {
                 "q": Foreign((8, 65, 512), np.uint16, 1 << 24),
@@ -336,7 +360,7 @@ def fit(rows: StepTokens, **changes: Any) -> dict[str, Any]:
                 "sinks": Foreign((65,), np.float32, 6 << 24),
                 "lse": Foreign((8, 65), np.float32, 8 << 24),
             },
-            "0,2",
+            "0,true",
             2,
         ),
     ],
