@@ -184,6 +184,55 @@ __device__ inline void store_shared_cluster_16(unsigned address, unsigned block,
 #endif
 }
 
+// An mbarrier of this block, for one phase: `arrivals` and the bytes that they announce. Threads that have come to a
+// barrier of the cluster since may use it.
+__device__ inline void init_mbarrier_release_cluster(unsigned long long* mbarrier, int arrivals) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(
+                   static_cast<unsigned>(__cvta_generic_to_shared(mbarrier))),
+               "r"(arrivals)
+               : "memory");
+#endif
+}
+// Arrive at block `block`'s, which has to wait for `bytes` more. Orders nothing: the bytes do, as they come.
+__device__ inline void expect_relaxed_cluster(unsigned long long* mbarrier, unsigned block, unsigned bytes) {
+#if __CUDA_ARCH__ >= 900
+  const unsigned here = static_cast<unsigned>(__cvta_generic_to_shared(mbarrier));
+  unsigned there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
+  asm volatile("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(there), "r"(bytes)
+               : "memory");
+#endif
+}
+// As store_shared_cluster, of 8 bytes, on their way while the thread goes on; that block's mbarrier counts them.
+__device__ inline void store_async_release_cluster_8(void* p, unsigned block, uint2 value,
+                                                     unsigned long long* mbarrier) {
+#if __CUDA_ARCH__ >= 900
+  const unsigned here[2] = {static_cast<unsigned>(__cvta_generic_to_shared(p)),
+                            static_cast<unsigned>(__cvta_generic_to_shared(mbarrier))};
+  unsigned there[2];
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there[0]) : "r"(here[0]), "r"(block));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there[1]) : "r"(here[1]), "r"(block));
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
+                   there[0]),
+               "r"(value.x), "r"(value.y), "r"(there[1])
+               : "memory");
+#endif
+}
+// Until the first phase of this block's mbarrier is over; what came with its bytes is seen.
+__device__ inline void wait_mbarrier_acquire_cluster(unsigned long long* mbarrier) {
+#if __CUDA_ARCH__ >= 900
+  unsigned over = 0;
+  while (!over)
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n\t"
+        "selp.u32 %0, 1, 0, p;\n\t}"
+        : "=r"(over)
+        : "r"(static_cast<unsigned>(__cvta_generic_to_shared(mbarrier)))
+        : "memory");
+#endif
+}
+
 // Nanoseconds; all devices of a host count them from one moment, but in steps of up to a microsecond.
 __device__ inline unsigned long long time_ns() {
   unsigned long long now;

@@ -22,11 +22,12 @@ __all__ = ["top_k"]
 
 FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)
 THREADS, MOST_BLOCKS = 512, 8  # of a block; of a cluster, which has a row
-ROUND = 4 * THREADS  # scores that a block reads at a time
-# Scores of a row for each block: where rows leave most of a GPU idle, so few that its blocks share the reading and
-# counting of a row; else so many that clusters are rare and three blocks go by turns on a multiprocessor.
-FEW, MANY, BUSY = 2048, 16384, 128  # BUSY: blocks that leave nothing idle
-COUNTS = 25 << 10  # bytes of shared memory that scores cannot have
+ROUND, SHORT = 4 * THREADS, 4  # scores that a block reads at a time; how many times it can, to have them in registers
+# Blocks of a cluster have at least so many scores each, and there are clusters only as far as rows alone leave a GPU
+# idle: with BUSY blocks nothing is.
+FEW, BUSY = 4096, 128
+COUNTS = 32 << 10  # bytes of shared memory that lists cannot have
+ENTRY = 8  # bytes of a score in a list
 
 
 def top_k(
@@ -59,22 +60,32 @@ def top_k(
     apart(f"{op}: indices", result, "scores", table)
     apart(f"{op}: indices", result, "lengths", counts)
 
+    if rows >= 2**31:
+        raise ValueError(f"{op}: scores has {rows} rows; a launch takes fewer than {2**31}")
+    k = result.shape[1]
+    args: tuple[Any, ...] = (span(scores, table), lengths, indices, width, k, token_stride(table))
+    if width <= SHORT * ROUND:
+        function = f"{op}_short<{max(1, -(-width // ROUND))}>"
+        return launch(where, op, function, rows, THREADS, args, after=after, name=name)
     blocks = blocks_of_row(device, rows, width)
-    if rows * blocks >= 2**31:
-        raise ValueError(f"{op}: scores has {rows} rows; a launch takes fewer than {2**31 // blocks}")
-    room = (device.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN") - COUNTS) // (ROUND * FLOAT32.itemsize)
-    held = min(-(-width // (ROUND * blocks)), room)
-    args = (span(scores, table), lengths, indices, width, result.shape[1], token_stride(table), held)
-    attributes: dict[str, Any] = {"shared_mem_bytes": held * ROUND * FLOAT32.itemsize}
+    room = room_of_list(device, blocks, k)
+    attributes: dict[str, Any] = {"shared_mem_bytes": room * ENTRY * blocks * THREADS // 32}
     if blocks > 1:
         attributes["cluster"] = blocks
-    function = f"{op}<{blocks}>"
+    function, args = f"{op}_long<{blocks}>", (*args, room)
     return launch(where, op, function, rows * blocks, THREADS, args, after=after, name=name, **attributes)
 
 
 def blocks_of_row(device: Device, rows: int, width: int) -> int:
-    """Blocks that share a row. Results do not depend on it."""
+    """Blocks that share a row that registers cannot have. Results do not depend on it."""
     blocks, most = 1, MOST_BLOCKS if device.compute_capability >= (9, 0) else 1
-    while blocks < most and width > blocks * (FEW if 2 * blocks * rows <= BUSY else MANY):
+    while blocks < most and width > blocks * FEW and 2 * blocks * rows <= BUSY:
         blocks *= 2
     return blocks
+
+
+def room_of_list(device: Device, blocks: int, k: int) -> int:
+    """Scores for which each warp's list has room: about twice what is left of a row in random order, in all 6 k."""
+    warps = blocks * THREADS // 32
+    memory = device.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN") - COUNTS
+    return min(max(64, 6 * k // warps), memory // (ENTRY * warps))
