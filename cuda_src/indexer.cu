@@ -22,9 +22,8 @@ constexpr int kHeads = 64;  // at most
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
 // Of indexer_query.
-constexpr int kPerLane = 8;  // elements of a row; 16 lanes have it
-constexpr int kLanes = kDim / kPerLane;
-constexpr int kRowsOfLane = 2;  // heads
+constexpr int kLanes = 8;   // that have a row
+constexpr int kChunks = 2;  // of eight elements, of a lane: the first in the row's first half, the second in its last
 
 // Of indexer_logits.
 constexpr int kTokens = 4;  // of a request, that share the keys which a block has read
@@ -87,56 +86,95 @@ struct Quarter {
   }
 };
 
-// Elements [8 * lane, 8 * lane + 8) of a row, rounded to bfloat16, as a format has them, and the exponent + 127 of
-// their scale. Sixteen lanes with one row come here together.
+// A row, whose chunks l and l + kLanes lane l has.
+struct Row {
+  float x[kChunks][8];
+
+  __device__ void load(int k, uint4 raw) {
+    const unsigned words[] = {raw.x, raw.y, raw.z, raw.w};
+    for (int j = 0; j < 8; ++j) x[k][j] = __uint_as_float(j % 2 ? words[j / 2] & 0xffff0000 : words[j / 2] << 16);
+  }
+
+  // Times the Hadamard matrix of 128 (Sylvester's order) / sqrt(128). All lanes of a warp come here together.
+  __device__ void transform(int lane) {
+    const auto meet = [](float& a, float& b) {
+      const float was = a;
+      a = was + b, b = was - b;
+    };
+    for (int step = 1; step < 8; step *= 2)
+      for (int k = 0; k < kChunks; ++k)
+        for (int j = 0; j < 8; ++j)
+          if (!(j & step)) meet(x[k][j], x[k][j + step]);
+    for (int step = 1; step < kLanes; step *= 2)
+      for (int k = 0; k < kChunks; ++k)
+        for (float& each : x[k]) each = fmaf(each, lane & step ? -1.0f : 1.0f, __shfl_xor_sync(~0u, each, step));
+    for (int j = 0; j < 8; ++j) meet(x[0][j], x[1][j]);
+    for (int k = 0; k < kChunks; ++k)
+      for (float& each : x[k]) each *= 0.08838834764831845f;
+  }
+};
+
+// Of each element the larger one, of this lane and of the one `step` away.
+__device__ __nv_bfloat162 larger(__nv_bfloat162 a, int step) {
+  const unsigned there = __shfl_xor_sync(~0u, reinterpret_cast<const unsigned&>(a), step);
+  return __hmax2(a, reinterpret_cast<const __nv_bfloat162&>(there));
+}
+
+// Rounded to bfloat16, a row's chunks as a format has them, and the exponent + 127 of the scale of each. All lanes of a
+// warp come here together.
 template <int kFormat>
 struct Encoded {
-  static constexpr int kWords = dk::Record<kFormat>::kValueBytes / kLanes / 4;
-  dk::Vec<unsigned, kWords> words = {};
-  unsigned exponent = 0;
+  static constexpr int kWords = dk::Record<kFormat>::kValueBytes / (kDim / 8) / 4;
+  dk::Vec<unsigned, kWords> words[kChunks] = {};
+  unsigned exponents[kChunks] = {};
 
-  __device__ void encode(float (&x)[kPerLane]) {
-    for (int j = 0; j < kPerLane; ++j) x[j] = dk::as_bf16(x[j]);
+  __device__ void encode(const Row& row) {
+    __nv_bfloat162 pairs[kChunks][4];  // to round one alone is slow
+    for (int k = 0; k < kChunks; ++k)
+      for (int j = 0; j < 4; ++j) pairs[k][j] = __floats2bfloat162_rn(row.x[k][2 * j], row.x[k][2 * j + 1]);
     if constexpr (kFormat == dk::kKeyBf16) {
-      for (int j = 0; j < kWords; ++j) words.elements[j] = dk::pair<__nv_bfloat16>(x[2 * j], x[2 * j + 1]);
-      return;
-    }
-    constexpr int kBlockLanes = kFormat == dk::kKeyMxfp4 ? 4 : kLanes;  // that share a scale
-    float largest = fabsf(x[0]);  // not from 0: where all are NaN it is NaN, as the reference has it
-    for (int j = 1; j < kPerLane; ++j) largest = fmaxf(largest, fabsf(x[j]));
-    for (int step = kBlockLanes / 2; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-    exponent = kFormat == dk::kKeyMxfp4 ? dk::exponent_of_e2m1(largest) : dk::exponent_of_e4m3(largest);
-    const float by = dk::inverse_power_of_two(exponent);
-    for (int j = 0; j < kPerLane; ++j) x[j] *= by;
-    if constexpr (kFormat == dk::kKeyMxfp4) {
-      for (int j = 0; j < kPerLane; ++j) words.elements[0] |= dk::e2m1_of(x[j]) << 4 * j;
+      for (int k = 0; k < kChunks; ++k)
+        for (int j = 0; j < 4; ++j) words[k].elements[j] = reinterpret_cast<const unsigned&>(pairs[k][j]);
     } else {
-      for (int j = 0; j < kWords; ++j)
-        words.elements[j] = dk::e4m3_of(x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+      scale(pairs);
+      for (int k = 0; k < kChunks; ++k) {
+        // Exact but for what is so small that it becomes 0.
+        const __nv_bfloat162 by = __float2bfloat162_rn(dk::inverse_power_of_two(exponents[k]));
+        for (__nv_bfloat162& pair : pairs[k]) pair = __hmul2(pair, by);
+        if constexpr (kFormat == dk::kKeyMxfp4) {
+          words[k].elements[0] = dk::e2m1_of(pairs[k][0], pairs[k][1]) | dk::e2m1_of(pairs[k][2], pairs[k][3]) << 16;
+        } else {
+          for (int j = 0; j < kWords; ++j) {
+            const float2 low = __bfloat1622float2(pairs[k][2 * j]), high = __bfloat1622float2(pairs[k][2 * j + 1]);
+            words[k].elements[j] = dk::e4m3_of(low.x, low.y, high.x, high.y);
+          }
+        }
+      }
+    }
+  }
+
+  // The exponents: of the blocks of 32 that the chunks are in, or of the row.
+  __device__ void scale(const __nv_bfloat162 (&pairs)[kChunks][4]) {
+    __nv_bfloat162 most[kChunks];
+    for (int k = 0; k < kChunks; ++k) {
+      most[k] = __habs2(pairs[k][0]);  // not from 0: where all are NaN it is NaN, as the reference has it
+      for (int j = 1; j < 4; ++j) most[k] = __hmax2(most[k], __habs2(pairs[k][j]));
+    }
+    __nv_bfloat162 largest = __hmax2(__lows2bfloat162(most[0], most[1]), __highs2bfloat162(most[0], most[1]));
+    largest = larger(larger(largest, 2), 1);
+    if constexpr (kFormat == dk::kKeyMxfp4) {
+      exponents[0] = dk::exponent_of_e2m1(__low2float(largest));
+      exponents[1] = dk::exponent_of_e2m1(__high2float(largest));
+    } else {
+      largest = larger(largest, 4);
+      exponents[0] = exponents[1] = dk::exponent_of_e4m3(fmaxf(__low2float(largest), __high2float(largest)));
     }
   }
 };
 
-// A row times the Hadamard matrix of 128 (Sylvester's order) / sqrt(128); sixteen lanes have eight elements each.
-__device__ void transform(float (&x)[kPerLane], int lane) {
-  for (int step = 1; step < kPerLane; step *= 2)
-    for (int j = 0; j < kPerLane; ++j) {
-      if (j & step) continue;
-      const float a = x[j], b = x[j + step];
-      x[j] = a + b, x[j + step] = a - b;
-    }
-#pragma unroll 1
-  for (int step = 1; step < kLanes; step *= 2)
-    for (int j = 0; j < kPerLane; ++j) {
-      const float other = __shfl_xor_sync(~0u, x[j], step);
-      x[j] = lane & step ? other - x[j] : x[j] + other;
-    }
-  for (int j = 0; j < kPerLane; ++j) x[j] *= 0.08838834764831845f;
-}
-
 }  // namespace
 
-// grid: max_tokens, block: 8 * heads, both one-dimensional
+// grid: max_tokens, block: kLanes * heads, both one-dimensional
 // tokens: [max_tokens, 4], of dk::StepToken
 // q: [max_tokens, heads, 128], rows of a token contiguous, token by token q_row elements on
 // weights, out_weights: [max_tokens, heads]
@@ -148,7 +186,7 @@ __device__ void transform(float (&x)[kPerLane], int lane) {
 //
 // heads is a multiple of 8 up to 64. All addresses of rows are multiples of 16 bytes.
 template <typename W, int kFormat>
-__global__ void __launch_bounds__(kHeads * kLanes / kRowsOfLane)
+__global__ void __launch_bounds__(kHeads * kLanes, 3)
     indexer_query(const int* tokens, const __nv_bfloat16* q, const W* weights, const float* cos_sin,
                   unsigned char* values, unsigned char* scales, float* out_weights, long long q_row, int max_position,
                   float factor, bool hadamard) {
@@ -156,55 +194,39 @@ __global__ void __launch_bounds__(kHeads * kLanes / kRowsOfLane)
   dk::wait_for_kernels_before();
   dk::let_kernels_behind_start();
 
-  // A block for a token, sixteen lanes for two of its heads.
-  const int t = blockIdx.x, heads = blockDim.x / (kLanes / kRowsOfLane);
-  const int lane = threadIdx.x % kLanes, first = lane * kPerLane;
-  const auto head_of = [&](int i) -> int { return (i * blockDim.x + threadIdx.x) / kLanes; };
+  // A block for a token, kLanes lanes for a head. All that is read comes before any of it is used; what need not wait
+  // for the token, even of padding.
+  const int t = blockIdx.x, heads = blockDim.x / kLanes;
+  const int lane = threadIdx.x % kLanes, head = threadIdx.x / kLanes;
+  const long long at = 1ll * t * heads + head;
   const dk::StepToken token = dk::StepToken::load(tokens, t);
+  uint4 raw[kChunks];
+  for (int k = 0; k < kChunks; ++k)
+    raw[k] = *reinterpret_cast<const uint4*>(q + t * q_row + head * kDim + 8 * (lane + kLanes * k));
+  float weight = 0.0f;
+  if (lane == 0) weight = dk::to_float(weights[at]);
   const bool is_real = !token.is_padding();
   DK_CHECK(threadIdx.x != 0 || !is_real || (0 <= token.position && token.position < max_position),
            "row %d is at position %d: cos_sin has %d rows\n", t, token.position, max_position);
+  const int position = min(max(token.position, 0), max_position - 1);
+  const float* const cosines = cos_sin + 1ll * position * dk::kRotary + 4 * lane;
+  const auto c = dk::Vec<float, 4>::load(cosines), s = dk::Vec<float, 4>::load(cosines + dk::kRotary / 2);
 
-  // All that is read, before any of it is used. Lane i has the weight of the i-th head.
-  uint4 raw[kRowsOfLane] = {};
-  dk::Vec<float, 4> c = {}, s = {};
-  float weight = 0.0f;
-  const long long own = 1ll * t * heads + head_of(lane);
-  const int element = first - (kDim - dk::kRotary);  // of those that are turned
+  Encoded<kFormat> made;
   if (is_real) {
-    for (int i = 0; i < kRowsOfLane; ++i)
-      raw[i] = *reinterpret_cast<const uint4*>(q + t * q_row + head_of(i) * kDim + first);
-    if (element >= 0) {
-      const int position = min(max(token.position, 0), max_position - 1);
-      const float* const cosines = cos_sin + 1ll * position * dk::kRotary + element / 2;
-      c = dk::Vec<float, 4>::load(cosines), s = dk::Vec<float, 4>::load(cosines + dk::kRotary / 2);
-    }
-    if (lane < kRowsOfLane) weight = dk::to_float(weights[own]);
-  }
-
-  unsigned own_exponent = 0;
-#pragma unroll
-  for (int i = 0; i < kRowsOfLane; ++i) {
-    Encoded<kFormat> row;
-    if (is_real) {
-      const unsigned words[] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
-      float x[kPerLane];
-      for (int j = 0; j < kPerLane; ++j)
-        x[j] = __uint_as_float(j % 2 ? words[j / 2] & 0xffff0000 : words[j / 2] << 16);
-      if (element >= 0)
-        for (int j = 0; j < 4; ++j) dk::turn(x[2 * j], x[2 * j + 1], c.elements[j], s.elements[j]);
-      if (hadamard) transform(x, lane);
-      row.encode(x);
-    }
-    const long long at = 1ll * t * heads + head_of(i);
-    row.words.store(reinterpret_cast<unsigned*>(values + at * dk::Record<kFormat>::kValueBytes) + lane * row.kWords);
-    if (kFormat == dk::kKeyMxfp4 && lane % 4 == 0) scales[4 * at + lane / 4] = row.exponent;
-    if (lane == i) own_exponent = row.exponent;
-  }
-  if (lane < kRowsOfLane) {
+    Row row;
+    for (int k = 0; k < kChunks; ++k) row.load(k, raw[k]);
+    for (int j = 0; j < 4; ++j) dk::turn(row.x[1][2 * j], row.x[1][2 * j + 1], c.elements[j], s.elements[j]);
+    if (hadamard) row.transform(lane);
+    made.encode(row);
     weight = __fmul_rn(weight, factor);
-    out_weights[own] = kFormat == dk::kKeyFp8 ? __fmul_rn(weight, dk::power_of_two(own_exponent)) : weight;
+    if constexpr (kFormat == dk::kKeyFp8) weight = __fmul_rn(weight, dk::power_of_two(made.exponents[0]));
   }
+  unsigned* const to = reinterpret_cast<unsigned*>(values + at * dk::Record<kFormat>::kValueBytes);
+  for (int k = 0; k < kChunks; ++k) made.words[k].store(to + (lane + kLanes * k) * made.kWords);
+  if (kFormat == dk::kKeyMxfp4 && lane % 4 == 0)
+    for (int k = 0; k < kChunks; ++k) scales[4 * at + lane / 4 + 2 * k] = made.exponents[k];
+  if (lane == 0) out_weights[at] = is_real ? weight : 0.0f;
 }
 
 // grid: (max_tokens, any), block: 256; shared: 4 * (64 * 256 + 64 * 4) bytes

@@ -75,7 +75,7 @@ INSTANCES: dict[str, list[str]] = {
         *instances("scale_dynamic", *FLOATS, *WIDE),
         *instances("scale_padded", *FLOATS, "int"),
     ],
-    "sparse_attention": instances("sparse_attention", "0,2", "1,1", "0,0"),
+    "sparse_attention": instances("sparse_attention", "0,true", "1,false"),
     "step_tokens": [],
     "top_k": [*instances("top_k_short", "1", "4"), *instances("top_k_long", "1", "8")],
     "ulysses": [

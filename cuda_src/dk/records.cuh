@@ -79,23 +79,26 @@ __device__ inline unsigned exponent_of_e2m1(float largest) {
   return exponent_above(__fmul_rn(fmaxf(fminf(largest, kLargestBf16), 6.0f * 1.17549435e-38f), 1.0f / 6.0f));
 }
 
-// x rounded to the nearest bfloat16, ties to even: what a row is rounded to before it is encoded.
-__device__ inline float as_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
-
 // Four e4m3, the first in the lowest byte, to the nearest, ties to even; what is larger than 448 in size becomes 448.
 __device__ inline unsigned e4m3_of(float a, float b, float c, float d) {
   return __nv_fp8x4_e4m3(float4{a, b, c, d}).__x;
 }
 
-// e2m1 of x in the low four bits, to the nearest, ties to even; what is larger than 6 in size becomes 6, and so does NaN.
-// Architectures from sm_100a on have an instruction; this is for all. Magnitudes: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
-__device__ inline unsigned e2m1_of(float x) {
-  const float size = fabsf(x);
-  // A tie goes to the code that is even: up from 0.75, 1.75 and 3.5, down from 0.25, 1.25, 2.5 and 5.
-  const unsigned code = (size > 0.25f) + (size >= 0.75f) + (size > 1.25f) + (size >= 1.75f) + (size > 2.5f) +
-                        (size >= 3.5f) + (size > 5.0f);
-  const unsigned sign = __float_as_uint(x) >> 28 & 8;
-  return size == size ? code | sign : 7;
+// Four e2m1 in the low sixteen bits, the first in the lowest four, to the nearest, ties to even; what is larger than 6
+// in size becomes 6, and so does NaN. Architectures from sm_100a on have an instruction; this is for all.
+__device__ inline unsigned e2m1_of(__nv_bfloat162 first, __nv_bfloat162 second) {
+  // From 128 to 256 bfloat16 has whole numbers alone, and sums are rounded to them; 192 + n has the low bits of n.
+  // So the sums with 2x, x and x / 2 have the code of a size up to 2, from 2 to 4 and from 4 on; elsewhere no less.
+  const auto codes_of = [](__nv_bfloat162 x) -> unsigned {
+    const auto both = [](float value) -> __nv_bfloat162 { return __float2bfloat162_rn(value); };
+    const __nv_bfloat162 size = __hmin2(__habs2(x), both(6.0f));
+    const __nv_bfloat162 sum = __hmin2(__hmin2(__hfma2(size, both(2.0f), both(192.0f)), __hadd2(size, both(194.0f))),
+                                       __hfma2(size, both(0.5f), both(196.0f)));
+    const unsigned signs = reinterpret_cast<const unsigned&>(x) >> 12 & 0x00080008;
+    return (reinterpret_cast<const unsigned&>(sum) & 0x00070007) | signs;
+  };
+  const unsigned codes = codes_of(first) | codes_of(second) << 8;
+  return (codes | codes >> 12) & 0xffff;
 }
 
 }  // namespace dk

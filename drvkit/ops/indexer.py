@@ -129,7 +129,7 @@ def indexer_query(
             the keys have been: dot products stay as they are, and rounding costs them less.
 
     In float32 inside; rows are rounded to bfloat16 once, before they are encoded as `Format.encode` has it. Of padding
-    all is 0.
+    all is 0, whatever ``q`` and ``weights`` have there; they are read.
     """
     op = "indexer_query"
     _of_step(op, tokens, queries)

@@ -28,6 +28,7 @@ FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)
 FORMATS = {4: (KV_FP8, KV_BF16, KEY_MXFP4, KEY_FP8, KEY_BF16), 128: (KV_FP8, KV_BF16)}  # by tokens of an entry
 HALVES = {4: 2, 128: 1}  # of a token's columns, each for another entry
 CLUSTER = 8  # blocks that share the channels of an entry of 128 tokens
+SHARED_BYTES = {4: 0, 128: 256 * 8 * 16}  # where values of 128 tokens wait: of each thread 8, of four channels
 # A team of threads has as many rows of a step as there are more than FULL, up to MOST: of a prompt's rows one in 4 or
 # in 128 ends an entry, and blocks that have nothing to do are not free.
 FULL, MOST = {4: 1024, 128: 128}, {4: 4, 128: 32}
@@ -104,14 +105,16 @@ def kv_compress(
 
     cluster = CLUSTER if ratio == 128 and device_of(op, where).compute_capability >= (9, 0) else 1
     team_rows = min(-(-tokens.max_tokens // FULL[ratio]), MOST[ratio])
-    teams, block = (4, 128) if dim == 128 else (1, 128 if ratio == 4 else 256)
+    teams, block = (4, 128) if dim == 128 else (1, 256)
     function = f"{op}<{ratio},{entries.format.number},{str(bool(hadamard)).lower()},{cluster}>"
     args = (
         *(tokens.rows, ug, state, rings, ape, weight, cos_sin, *page_args(entries)),
         *(tokens.max_tokens, team_rows, *saved.shape[:2], table.shape[0], eps),
     )
     grid = cluster * -(-tokens.max_tokens // (teams * team_rows))
-    attributes = {"cluster": cluster} if cluster > 1 else {}
+    attributes: dict[str, Any] = {"shared_mem_bytes": SHARED_BYTES[ratio]}
+    if cluster > 1:
+        attributes["cluster"] = cluster
     return launch(where, op, function, grid, block, args, after=after, name=name, **attributes)
 
 

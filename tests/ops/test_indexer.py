@@ -213,6 +213,26 @@ def test_the_reference_scores_by_brute_force(rng: np.random.Generator, format: F
             assert abs(got[t, j] - want) <= 1e-6 * magnitudes[t, j]
 
 
+def test_a_transform_of_queries_and_keys_leaves_scores_as_they_are(rng: np.random.Generator) -> None:
+    """And one of either alone does not."""
+    step, max_tokens = Step([3], [150]), 3
+    q, weights = rng.normal(size=(max_tokens, 8, DIM)).astype(bfloat16), rng.normal(size=(max_tokens, 8))
+    rows = rng.normal(size=(37, DIM))
+    keys = Keys.of(rng, KEY_BF16, [37], 4)
+    got = {}
+    for of_keys in (False, True):
+        KEY_BF16.put(keys.pool, slots(keys, 0, 37), 4, *KEY_BF16.encode(ref.hadamard(rows) if of_keys else rows))
+        for of_queries in (False, True):
+            made = ref.indexer_query(step.tokens(3), q, weights, TABLE, KEY_BF16, transformed=of_queries)
+            got[of_keys, of_queries] = wanted(step, made, keys, 37)[0]
+    size = np.abs(got[False, False]).max()
+    assert_close(
+        got[True, True], got[False, False], rtol=0, atol=0.02 * float(size), why="two roundings of rows to bfloat16"
+    )
+    for one in ((True, False), (False, True)):
+        assert np.abs(got[one] - got[False, False]).max() > 0.2 * size
+
+
 # ---- the ops' checks, without a device -------------------------------------------------------------------------------
 
 
@@ -421,7 +441,7 @@ def test_queries_that_cannot_be_are_refused(device: Device) -> None:
 
 @pytest.mark.parametrize("hadamard", [False, True])
 @pytest.mark.parametrize(
-    ("format", "weight", "heads"), [(KEY_MXFP4, bfloat16, 64), (KEY_FP8, np.float32, 24), (KEY_BF16, bfloat16, 8)]
+    ("format", "weight", "heads"), [(KEY_MXFP4, bfloat16, 64), (KEY_FP8, np.float32, 24)], ids=["mxfp4", "fp8"]
 )
 def test_queries_are_what_the_format_makes_of_their_rows(
     device: Device,
@@ -437,8 +457,9 @@ def test_queries_are_what_the_format_makes_of_their_rows(
     fused = (rng.normal(size=(max_tokens, heads + 8, DIM)) * np.exp(rng.normal(size=(1, 1, DIM))) * sizes).astype(
         bfloat16
     )
-    fused[1, 3], fused[3, 2, :5] = 0, [-0.0, 2.0**-130, 3e38, -3e38, 1.0]
+    fused[1, 9], fused[3, 10, :5], fused[12:] = 0, [-0.0, 2.0**-130, 3e38, -3e38, 1.0], np.nan
     q, weights = fused[:, 8:], rng.normal(size=(max_tokens, heads)).astype(weight)
+    weights[12:] = np.nan
     with (
         StepTokens(device, max_tokens=max_tokens, max_requests=4, max_length=2000) as tokens,
         IndexerQueries(device, max_tokens=max_tokens, format=format, heads=heads) as queries,
@@ -457,29 +478,15 @@ def test_queries_are_what_the_format_makes_of_their_rows(
     assert not any(each[-2:].any() for each in got), "padding is 0"
 
 
-def test_padding_is_not_read(device: Device, stream: Stream) -> None:
-    with (
-        StepTokens(device, max_tokens=3, max_requests=1) as tokens,
-        IndexerQueries(device, max_tokens=3, format=KEY_MXFP4) as queries,
-        device.empty((3, 64, DIM), bfloat16) as q,  # memory that the CPU device lets nobody read
-        device.empty((3, 64), bfloat16) as weights,
-        device.array(TABLE) as table,
-        device.zeros(2, np.int32) as starts,
-        device.empty(1, np.int32) as lengths,
-    ):
-        plan_tokens(stream, tokens, starts, lengths)
-        indexer_query(stream, tokens, q, weights, table, queries)
-        assert not any(each.any() for each in as_bytes(queries, stream))
-
-
 # ---- scores ----------------------------------------------------------------------------------------------------------
 
 
-@each_format
+@pytest.mark.parametrize(
+    ("format", "heads", "page_size"), [(KEY_MXFP4, 64, 16), (KEY_FP8, 24, 64)], ids=["mxfp4", "fp8"]
+)
 def test_every_token_scores_what_it_sees(
-    device: Device, stream: Stream, rng: np.random.Generator, format: Format
+    device: Device, stream: Stream, rng: np.random.Generator, format: Format, heads: int, page_size: int
 ) -> None:
-    heads, page_size = {KEY_MXFP4: (64, 16), KEY_FP8: (24, 64), KEY_BF16: (8, 4)}[format]
     # From the first token on, a chunk in two blocks, one token of many entries, entries at tiles' ends.
     step = Step([9, 0, 6, 1, 1, 1], [9, 400, 135, 1200, 4 * 32, 4 * 33 - 1])
     keys = Keys.of(rng, format, [length // 4 for length in step.lengths], page_size)
@@ -503,8 +510,8 @@ def test_warps_go_on_where_there_are_more_entries_than_the_blocks_take_at_once(
 ) -> None:
     entries, max_tokens = 2300, 40  # 8 blocks for each of so many tokens, of 256 entries
     step = Step([3], [4 * entries])
-    keys = Keys.of(rng, KEY_BF16, [entries], 64)
-    made = random_queries(rng, step, max_tokens, KEY_BF16, 8)
+    keys = Keys.of(rng, KEY_MXFP4, [entries], 64)
+    made = random_queries(rng, step, max_tokens, KEY_MXFP4, 8)
     got = score(device, stream, step, made, keys)
     assert_scores(got, *wanted(step, made, keys, got.shape[1]))
 
@@ -575,28 +582,6 @@ def test_bits_depend_neither_on_chunks_nor_on_other_requests(
         assert_equal_bits(got[2:], at_once[first : first + count])
 
 
-def test_a_transform_of_queries_and_keys_leaves_scores_as_they_are(
-    device: Device, stream: Stream, rng: np.random.Generator
-) -> None:
-    """And one of either alone does not."""
-    step, max_tokens = Step([3], [150]), 3
-    q, weights = rng.normal(size=(max_tokens, 8, DIM)).astype(bfloat16), rng.normal(size=(max_tokens, 8))
-    rows = rng.normal(size=(37, DIM))
-    keys = Keys.of(rng, KEY_BF16, [37], 4)
-    got = {}
-    for of_keys in (False, True):
-        KEY_BF16.put(keys.pool, slots(keys, 0, 37), 4, *KEY_BF16.encode(ref.hadamard(rows) if of_keys else rows))
-        for of_queries in (False, True):
-            made = ref.indexer_query(step.tokens(3), q, weights, TABLE, KEY_BF16, transformed=of_queries)
-            got[of_keys, of_queries] = score(device, stream, step, made, keys)[:, :37]
-    size = np.abs(got[False, False]).max()
-    assert_close(
-        got[True, True], got[False, False], rtol=0, atol=0.02 * float(size), why="two roundings of rows to bfloat16"
-    )
-    for one in ((True, False), (False, True)):
-        assert np.abs(got[one] - got[False, False]).max() > 0.2 * size
-
-
 @pytest.mark.parametrize("port", ["full", "programmatic"])
 def test_one_graph_serves_every_step(
     device: Device, stream: Stream, graph: Graph, rng: np.random.Generator, port: str
@@ -661,27 +646,32 @@ def with_options() -> Iterator[Any]:
             module.close()
 
 
-def score_outside(device: Device, position: int, page: int) -> tuple[NDArray[Any], NDArray[Any]]:
+def score_outside(
+    device: Device, format: Format, q: NDArray[Any], keys: NDArray[Any], position: int, page: int
+) -> tuple[NDArray[Any], NDArray[Any]]:
     """Values of a token's query, and logits of its 8 entries, where its position or the last of its pages is wrong."""
-    q, weights = np.ones((1, 8, DIM), bfloat16), np.ones((1, 8), bfloat16)
-    pool, block_table = np.zeros((2, KEY_BF16.page_bytes(4)), np.uint8), np.array([[1, page]], np.int32)
-    buffers = [device.array(x) for x in (q, weights, TABLE[:50], pool, block_table, np.full((1, 20), POISON))]
-    rows, of_heads, table, keys, of_requests, logits = buffers
+    pool, block_table = np.zeros((2, format.page_bytes(4)), np.uint8), np.array([[1, page]], np.int32)
+    format.put(pool, np.arange(8), 4, *format.encode(keys))
+    buffers = [device.array(x) for x in (q, np.ones((1, 8), bfloat16), TABLE[:50], pool, block_table)]
+    rows, of_heads, table, of_pool, of_requests = buffers
     tokens = StepTokens(device, max_tokens=1, max_requests=1, max_length=32)
-    queries = IndexerQueries(device, max_tokens=1, format=KEY_BF16, heads=8)
+    queries, logits = (
+        IndexerQueries(device, max_tokens=1, format=format, heads=8),
+        device.array(np.full((1, 20), POISON)),
+    )
     tokens.rows.copy_from(np.array([[0, position, position, position + 1]], np.int32))
     try:
         with device.stream() as stream:
             indexer_query(stream, tokens, rows, of_heads, table, queries)
             tokens.rows.copy_from(np.array([[0, 31, 31, 32]], np.int32), stream)
-            indexer_logits(stream, tokens, queries, Pages(KEY_BF16, keys, of_requests, 4), logits)
+            indexer_logits(stream, tokens, queries, Pages(format, of_pool, of_requests, 4), logits)
             return queries.values.numpy(stream), logits.numpy(stream)
     except DriverError:
         device.driver.cuDevicePrimaryCtxReset(device.handle)
         ops.release(device)
         raise
     finally:
-        close(*buffers, tokens, queries)
+        close(*buffers, tokens, queries, logits)
 
 
 OUTSIDE = {
@@ -696,16 +686,22 @@ def test_the_cpu_device_reports_what_is_outside(
     capfd: pytest.CaptureFixture[str], position: int, page: int, told: str
 ) -> None:
     with pytest.raises(DriverError, match="LAUNCH_FAILED"):
-        score_outside(Device("cpu:5"), position, page)
+        score_outside(Device("cpu:5"), KEY_MXFP4, np.ones((1, 8, DIM), bfloat16), np.ones((8, DIM)), position, page)
     assert re.search(told, capfd.readouterr().out)
 
 
-@pytest.mark.parametrize(("position", "page", "told"), OUTSIDE.values(), ids=OUTSIDE)
-def test_a_gpu_stays_inside_its_memory(device: Device, with_options: Any, position: int, page: int, told: str) -> None:
+@pytest.mark.parametrize(("position", "page"), [each[:2] for each in OUTSIDE.values()], ids=OUTSIDE)
+def test_a_gpu_stays_inside_its_memory(
+    device: Device, with_options: Any, rng: np.random.Generator, position: int, page: int
+) -> None:
     with_options(device, "-UDRVKIT_CPU_DEVICE")
-    values, logits = score_outside(device, position, page)
+    q, keys = rng.normal(size=(1, 8, DIM)).astype(bfloat16), rng.normal(size=(8, DIM)).astype(bfloat16)
+    values, logits = score_outside(device, KEY_BF16, q, keys, position, page)
     at = np.array([[0, min(position, 49), 0, 0]], np.int32)
-    ones = np.ones((1, 8, DIM), bfloat16)
-    assert_equal_bits(values, ref.indexer_query(at, ones, ones[..., 0], TABLE, KEY_BF16)[0])
-    assert not logits[:, :8].any()
+    want, _, weights = ref.indexer_query(at, q, np.ones((1, 8)), TABLE, KEY_BF16)
+    assert_equal_bits(values, want)
+    dots = want.view(bfloat16)[0].astype(np.float64) @ keys.astype(np.float64).T
+    scores = weights[0] @ np.maximum(dots, 0)
+    there = np.append(scores[4:], scores[:4] if page == 0 else np.zeros(4))
+    assert_close(logits[0, :8].astype(np.float64), there, rtol=1e-5, atol=1e-5, why="sums of float32")
     assert (logits[:, 8:] == POISON).all()
