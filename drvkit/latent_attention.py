@@ -39,7 +39,7 @@ from .ops.top_k import top_k
 from .records import KEY_MXFP4, KV_FP8, Format, Pages
 from .weights import Weights, dtype_of, shapes
 
-__all__ = ["Caches", "LatentAttention", "Workspace"]
+__all__ = ["Caches", "Compressed", "LatentAttention", "Workspace"]
 
 bfloat16, float32, int32 = (np.dtype(each) for each in (ml_dtypes.bfloat16, np.float32, np.int32))
 
@@ -144,6 +144,10 @@ class LatentAttention:
 
     def __init__(self, device: Device, model: Model, ratio: int, weights: Weights, cos_sin: Any) -> None:
         is_a(Model, "LatentAttention", "model", model)
+        if ratio and ratio not in model.ratios:
+            raise ValueError(
+                f"LatentAttention: ratio: {model.name} has layers of {sorted({*model.ratios})}, got {ratio}"
+            )
         _check_weights(model, ratio, weights)
         self.device, self.model, self.ratio, self.cos_sin = device, model, ratio, cos_sin
         self._made: list[Buffer] = []
@@ -188,6 +192,9 @@ class LatentAttention:
             entries: likewise pages of 256 tokens, for the entries of these and for their keys.
             rings: how many, and int32 [max_requests]: that of each request.
             kv, keys: their formats.
+
+        A ring has room for the tokens that the next entry needs: where tokens of a step may be taken back, it has to be
+        larger (see `kv_compress`), and `Caches` are yours to make.
         """
 
         def pages(format: Format, page_size: int, room: tuple[int, Any]) -> Pages:

@@ -323,6 +323,8 @@ def test_what_does_not_fit_is_named(device: Device, graph: Graph, rng: np.random
             LatentAttention(device, MODEL, 128, weights | change, None)
     with pytest.raises(ValueError, match=r"ratio 4: 'compressor.ape': wanted float32 \(4, 1024\)"):
         LatentAttention(device, MODEL, 4, weights, None)
+    with pytest.raises(ValueError, match=r"^LatentAttention: ratio: small has layers of \[0, 4, 128\], got 8"):
+        LatentAttention(device, MODEL, 8, weights, None)
 
     with (
         StepTokens(device, max_tokens=4, max_requests=1, max_length=64) as tokens,
