@@ -21,6 +21,7 @@
 #include "dk/step_tokens.cuh"
 #include "dk/warpgroup.cuh"
 
+#ifdef DK_SM90A
 namespace {
 
 constexpr int kThreads = 512, kWarpgroup = 128;
@@ -118,6 +119,9 @@ struct Rows {
 };
 
 }  // namespace
+#else  // other architectures have no such products: the kernel is empty, and the op refuses them
+constexpr int kThreads = 512;
+#endif
 
 // grid: (splits, ceil(heads / 64), blocks) in clusters of (splits, 1, 1), blocks at most max_tokens, and as many if
 // there are splits; block: 512; shared: sizeof(Shared)
@@ -137,6 +141,7 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
     const int* entry_table, int entry_pages, int entry_width, int entry_bits, long long entry_page_bytes,
     const int* visible, const int* listed, const float* sinks, const float* cos_sin, __nv_bfloat16* out, float* lse,
     int max_tokens, int heads, int window, int list, int q_stride, int max_position, float scale) {
+#ifdef DK_SM90A
   static_assert(dk::Record<kFormat>::kDim == kDim, "rows of keys and values");
   constexpr bool k8Bit = kFormat == dk::kKvFp8;
   using T = typename Factor<kFormat>::type;
@@ -553,4 +558,5 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
       dk::meet_acq_rel_cluster();
     }
   }
+#endif
 }
