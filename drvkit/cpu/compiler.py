@@ -13,7 +13,7 @@ from ..native import lock
 
 __all__ = ["LONG", "digest", "link", "machine_code", "runtime"]
 
-LONG = 400_000  # characters from which on a kernel is compiled in half the time, and runs an eighth longer
+LONG = 40_000  # characters of PTX from which on a kernel is compiled in half the time, and runs an eighth longer
 
 
 class _Host:

@@ -173,7 +173,8 @@ class Function:
         self.cluster_compiled_in = any(required)
         width, height, depth = (*required, 1, 1)[:3] if self.cluster_compiled_in else (0, 0, 0)
         self.explicit_cluster = "explicitcluster" in directives
-        self._key = compiler.digest("kernel", str(compiler.LONG), program.text, ptx.name, program.mode)
+        self._hurry = len(program.text) > compiler.LONG
+        self._key = compiler.digest("kernel", str(self._hurry), program.text, ptx.name, program.mode)
         self._code: bytes | None = None
         self._ir: str | None = None
         entry = DEFAULT_CACHE.load(self._key)
@@ -222,7 +223,7 @@ class Function:
                     if entry is not None:
                         self._code = entry[1]
                     else:
-                        self._code = compiler.machine_code(self._ir, hurry=len(self._ir) > compiler.LONG)
+                        self._code = compiler.machine_code(self._ir, hurry=self._hurry)
                         DEFAULT_CACHE.store(self._key, vars(self.compiled), self._code)
             (_linked[self._key],) = compiler.link(self._code, SYMBOL)
         return _linked[self._key]

@@ -609,6 +609,7 @@ def test_devices_reach_each_other() -> None:
     assert driver.cuDeviceCanAccessPeer(0, 1) == 1
     assert driver.cuDeviceCanAccessPeer(0, 0) == 0
     other = driver.cuDevicePrimaryCtxRetain(1)
+    cpu.cuCtxDisablePeerAccess(other)  # a world that was here before has left it so
     driver.cuCtxEnablePeerAccess(other, 0)
     assert code(cpu.cuCtxEnablePeerAccess(other, 0)) == "PEER_ACCESS_ALREADY_ENABLED"
     driver.cuCtxPushCurrent(other)
