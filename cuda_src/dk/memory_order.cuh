@@ -165,7 +165,7 @@ __device__ inline void add_relaxed_shared_cluster(unsigned* p, unsigned block, u
 #endif
 }
 
-// The same for 8 and for 16 bytes; `address` is a shared one.
+// As store_shared_cluster, of 8 and of 16 bytes; `address` is a shared one.
 __device__ inline void store_shared_cluster_8(unsigned address, unsigned block, float2 value) {
 #if __CUDA_ARCH__ >= 900
   unsigned there;
