@@ -704,14 +704,13 @@ for turn in range(2):
     with drvkit.World.from_environment(timeout_s=30) as world:
         print(world.gather([[turn, world.ranks[0], world.devices[0].id]]))
         world.barrier()
-world = drvkit.World.from_environment(timeout_s=30)
-if world.ranks[0] == 0:
-    os._exit(0)
 try:
-    world.barrier()
+    with drvkit.World.from_environment(timeout_s=30) as world:
+        if world.ranks[0] == 0:
+            os._exit(0)  # before or after the other has heard that all are there
+        world.barrier()
 except drvkit.WorldError as error:
     print(error.rank, error)
-world.close()
 """
 
 
