@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from .models import V4_FLASH, V4_PRO, Model
+from .models import HALVES, V4_FLASH, V4_PRO, Model
 from .records import KEY_BF16, KEY_FP8, KEY_MXFP4, KV_BF16, KV_FP8, Format
 
 if TYPE_CHECKING:
@@ -79,9 +79,8 @@ def account(model: Model | None, tokens: int) -> Account:
     for ratio, layers in sorted(Counter(model.ratios).items()):
         entries = tokens // ratio if ratio else 0
         is_indexed = ratio == model.indexed
-        # Rows of projections and scores in float32, as many as an entry is made of: its own tokens, and with 4 of them
-        # those of the entry before. Then a row has a half for either.
-        halves = 2 if ratio == 4 else 1
+        # Rows of projections and scores in float32, of as many tokens as an entry is made of.
+        halves = HALVES.get(ratio, 0)
         elements = model.dim + model.indexer_dim * is_indexed
         state = (halves * ratio) * (2 * halves * elements) * 4
         rows = (min(tokens, model.window), entries, entries * is_indexed)

@@ -25,11 +25,11 @@ from .account import PAGES, WINDOW_PAGE
 from .device import Device
 from .graph import After, Graph
 from .memory import Buffer
-from .models import Model
+from .models import HALVES, Model
 from .node import KernelNode, Node, Port
 from .ops import is_a
 from .ops.indexer import IndexerQueries, indexer_logits, indexer_query
-from .ops.kv_compress import HALVES, kv_compress, kv_save
+from .ops.kv_compress import kv_compress, kv_save
 from .ops.linear import library_linear, linear
 from .ops.query_kv import query_kv
 from .ops.rms_norm import rms_norm
@@ -139,7 +139,7 @@ class LatentAttention:
         device: where.
         model, ratio: what the layer is like: 0 for its window alone, 4 or 128 tokens an entry.
         weights: see `drvkit.weights.shapes`.
-        cos_sin: float32 [positions, 64] on the device: ``model.cos_sin(ratio, positions)``, for all layers of a kind.
+        cos_sin: float32 [max_position, 64] on the device: ``model.cos_sin(ratio, positions)``, for all layers of a kind.
     """
 
     def __init__(self, device: Device, model: Model, ratio: int, weights: Weights, cos_sin: Any) -> None:

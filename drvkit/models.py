@@ -9,7 +9,11 @@ from numpy.typing import NDArray
 
 from .rope import Yarn, cos_sin_table
 
-__all__ = ["V4_FLASH", "V4_PRO", "Model"]
+__all__ = ["HALVES", "V4_FLASH", "V4_PRO", "Model"]
+
+# Of the columns that a compressor projects a token to, by ratio: an entry of 4 tokens is of the 4 before them too, so a
+# token has half of its columns for the entry that it begins in, and half for the next.
+HALVES = {4: 2, 128: 1}
 
 
 @dataclass(frozen=True)

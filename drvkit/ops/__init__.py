@@ -27,7 +27,7 @@ import numpy as np
 from ..device import Device, Stream
 from ..memory import Buffer, View, view_of
 from ..module import Kernel, Module, shared_module
-from ..records import Format, Pages
+from ..records import ROTARY, Format, Pages
 
 if TYPE_CHECKING:
     from ..graph import After, Graph
@@ -165,7 +165,7 @@ def paged(op: str, role: str, pages: Pages, formats: Collection[Format], max_req
     table = array(label, pages.block_table, [np.dtype(np.int32)])
     if len(table.shape) != 2 or table.shape[0] != max_requests or not table.shape[1]:
         raise ValueError(f"{label}: wanted shape ({max_requests}, pages of a request), got {table.shape}")
-    return {f"{role}'s pool": pool, f"{role}'s block_table": table}
+    return {f"{role}.pool": pool, f"{role}.block_table": table}
 
 
 def page_args(pages: Pages) -> tuple[Any, ...]:
@@ -175,6 +175,14 @@ def page_args(pages: Pages) -> tuple[Any, ...]:
         *(pages.pool, pages.block_table, count, pages.block_table.shape[1]),
         *(pages.page_size.bit_length() - 1, page_bytes),
     )
+
+
+def angles(op: str, cos_sin: Any) -> View:
+    """The table by which rows of a latent cache, and their queries, are turned."""
+    table = aligned(f"{op}: cos_sin", array(f"{op}: cos_sin", cos_sin, [np.dtype(np.float32)]))
+    if len(table.shape) != 2 or table.shape[1] != ROTARY or not table.shape[0]:
+        raise ValueError(f"{op}: cos_sin: wanted shape (max_position, {ROTARY}), got {table.shape}")
+    return table
 
 
 def whole(label: str, number: Any) -> int:

@@ -21,7 +21,7 @@ from ..memory import View
 from ..records import KEY_BF16, KEY_FP8, KEY_MXFP4, Format, Pages
 from . import (
     Where,
-    aligned,
+    angles,
     apart,
     array,
     is_a,
@@ -45,7 +45,7 @@ __all__ = ["IndexerQueries", "indexer_logits", "indexer_query"]
 BFLOAT16, FLOAT32, INT32, UINT8 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float32, np.int32, np.uint8))
 WEIGHTS = {FLOAT32: "float", BFLOAT16: "__nv_bfloat16"}
 FORMATS = (KEY_MXFP4, KEY_FP8, KEY_BF16)
-DIM, ROTARY = 128, 64
+DIM = 128
 MOST_HEADS = 64
 RATIO = 4  # tokens of an entry
 
@@ -132,16 +132,14 @@ def indexer_query(
     all is 0, whatever ``q`` and ``weights`` have there; they are read.
     """
     op = "indexer_query"
-    _of_step(op, tokens, queries)
+    rows = _of_step(op, tokens, queries)
     heads = queries.heads
     seen = token_rows(f"{op}: q", q, [BFLOAT16])
     shaped(f"{op}: q", seen, (tokens.max_tokens, heads, DIM))
-    table = aligned(f"{op}: cos_sin", array(f"{op}: cos_sin", cos_sin, [FLOAT32]))
-    if len(table.shape) != 2 or table.shape[1] != ROTARY or not table.shape[0]:
-        raise ValueError(f"{op}: cos_sin: wanted shape (max_position, {ROTARY}), got {table.shape}")
+    table = angles(op, cos_sin)
     of_heads = array(f"{op}: weights", weights, WEIGHTS)
     shaped(f"{op}: weights", of_heads, (tokens.max_tokens, heads))
-    read = {"q": seen, "weights": of_heads, "cos_sin": table, "tokens": _rows(op, tokens)}
+    read = {"q": seen, "weights": of_heads, "cos_sin": table, "tokens": rows}
     for role, operand in read.items():
         apart(f"{op}: queries", array(op, queries._memory, [UINT8]), role, operand)
     args = (
@@ -175,12 +173,12 @@ def indexer_logits(
     Products are exact, sums in float32 on tensor cores. The bits of a score depend on its query and its key alone.
     """
     op = "indexer_logits"
-    _of_step(op, tokens, queries)
+    rows = _of_step(op, tokens, queries)
     if not 0 <= whole(f"{op}: skip_up_to", skip_up_to) < 2**31:
         raise ValueError(f"{op}: skip_up_to: wanted 0 to 2**31 - 1, got {skip_up_to!r}")
     read = paged(op, "keys", keys, [queries.format], tokens.max_requests)
     entries = tokens.max_length // RATIO
-    room = read["keys's block_table"].shape[1] * keys.page_size
+    room = read["keys.block_table"].shape[1] * keys.page_size
     if room < entries:
         raise ValueError(
             f"{op}: keys: {tokens.max_length} tokens have {entries} entries, the block table room for {room}"
@@ -191,7 +189,7 @@ def indexer_logits(
             f"{op}: logits: wanted shape ({tokens.max_tokens}, {entries} or more: the entries of {tokens.max_length} "
             f"tokens), got {result.shape}"
         )
-    read |= {"queries": array(op, queries._memory, [UINT8]), "tokens": _rows(op, tokens)}
+    read |= {"queries": array(op, queries._memory, [UINT8]), "tokens": rows}
     for role, operand in read.items():
         apart(f"{op}: logits", result, role, operand)
     width = result.shape[1]
@@ -209,12 +207,10 @@ def indexer_logits(
     )
 
 
-def _of_step(op: str, tokens: StepTokens, queries: IndexerQueries) -> None:
+def _of_step(op: str, tokens: StepTokens, queries: IndexerQueries) -> View:
+    """The step's rows, which these queries must be of."""
     is_a(StepTokens, op, "tokens", tokens)
     is_a(IndexerQueries, op, "queries", queries)
     if queries.max_tokens != tokens.max_tokens:
         raise ValueError(f"{op}: queries: wanted those of {tokens.max_tokens} tokens, got {queries.max_tokens}")
-
-
-def _rows(op: str, tokens: StepTokens) -> View:
     return array(f"{op}: tokens", tokens.rows, [INT32])

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..memory import View
-from ..records import KEY_BF16, KEY_FP8, KEY_MXFP4, KV_BF16, KV_FP8, ROTARY, Pages
-from . import Where, aligned, apart, array, device_of, is_a, launch, page_args, paged, shaped, submit, whole
+from ..models import HALVES
+from ..records import KEY_BF16, KEY_FP8, KEY_MXFP4, KV_BF16, KV_FP8, Pages
+from . import Where, aligned, angles, apart, array, device_of, is_a, launch, page_args, paged, shaped, submit, whole
 from .step_tokens import StepTokens
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ __all__ = ["kv_compress", "kv_save"]
 
 FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)
 FORMATS = {4: (KV_FP8, KV_BF16, KEY_MXFP4, KEY_FP8, KEY_BF16), 128: (KV_FP8, KV_BF16)}  # by tokens of an entry
-HALVES = {4: 2, 128: 1}  # of a token's columns, each for another entry
 CLUSTER = 8  # blocks that share the channels of an entry of 128 tokens
 SHARED_BYTES = {4: 0, 128: 256 * 8 * 16}  # where values of 128 tokens wait: of each thread 8, of four channels
 # A team of threads has as many rows of a step as there are more than FULL, up to MOST: of a prompt's rows one in 4 or
@@ -84,24 +84,22 @@ def kv_compress(
     op = "kv_compress"
     saved, read = _checked(op, tokens, ug, state, rings, ratio)
     read |= paged(op, "entries", entries, FORMATS[ratio], tokens.max_requests)
-    pool = read.pop("entries's pool")
+    pool = read.pop("entries.pool")
     dim = entries.format.dim
     columns = HALVES[ratio] * dim
     shaped(f"{op}: ug", read["ug"], (tokens.max_tokens, 2 * columns))
     for role, operand, shape in (("ape", ape, (ratio, columns)), ("weight", weight, (dim,))):
         read[role] = aligned(f"{op}: {role}", array(f"{op}: {role}", operand, [FLOAT32]))
         shaped(f"{op}: {role}", read[role], shape)
-    table = read["cos_sin"] = aligned(f"{op}: cos_sin", array(f"{op}: cos_sin", cos_sin, [FLOAT32]))
-    if len(table.shape) != 2 or table.shape[1] != ROTARY or not table.shape[0]:
-        raise ValueError(f"{op}: cos_sin: wanted shape (max_position, {ROTARY}), got {table.shape}")
+    table = read["cos_sin"] = angles(op, cos_sin)
     if hadamard and dim != 128:
         raise ValueError(f"{op}: hadamard is for rows of 128 elements, got {dim}")
     if not 0 <= eps < float("inf"):
         raise ValueError(f"{op}: eps: wanted a number from 0 on, got {eps!r}")
     for other, seen in read.items():
-        apart(f"{op}: entries's pool", pool, other, seen)
+        apart(f"{op}: entries.pool", pool, other, seen)
         apart(f"{op}: state", saved, other, seen)
-    apart(f"{op}: state", saved, "entries's pool", pool)
+    apart(f"{op}: state", saved, "entries.pool", pool)
 
     cluster = CLUSTER if ratio == 128 and device_of(op, where).compute_capability >= (9, 0) else 1
     team_rows = min(-(-tokens.max_tokens // FULL[ratio]), MOST[ratio])
@@ -156,4 +154,4 @@ def _checked(op: str, tokens: StepTokens, ug: Any, state: Any, rings: Any, ratio
         raise ValueError(f"{op}: state: wanted shape (rings, {least} or more, {rows.shape[1]}), got {shape}")
     numbers = array(f"{op}: rings", rings, [INT32])
     shaped(f"{op}: rings", numbers, (tokens.max_requests,))
-    return saved, {"ug": rows, "rings": numbers, "tokens": array(op, tokens.rows, [INT32])}
+    return saved, {"ug": rows, "rings": numbers, "tokens": array(f"{op}: tokens", tokens.rows, [INT32])}

@@ -14,7 +14,21 @@ import ml_dtypes
 import numpy as np
 
 from ..records import KV_BF16, KV_FP8, Pages
-from . import Where, aligned, apart, array, is_a, launch, page_args, paged, shaped, span, token_rows, token_stride
+from . import (
+    Where,
+    aligned,
+    angles,
+    apart,
+    array,
+    is_a,
+    launch,
+    page_args,
+    paged,
+    shaped,
+    span,
+    token_rows,
+    token_stride,
+)
 from .step_tokens import StepTokens
 
 if TYPE_CHECKING:
@@ -24,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["query_kv"]
 
 BFLOAT16, FLOAT32, INT32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float32, np.int32))
-DIM, ROTARY = 512, 64
+DIM = 512
 MOST_HEADS = 256
 WARPS = 8  # of a block; each has a row
 
@@ -78,18 +92,16 @@ def query_kv(
         raise ValueError(f"{op}: out: tokens overlap: strides {result.strides} of shape {result.shape}")
     scale = aligned(f"{op}: weight", array(f"{op}: weight", weight, [FLOAT32]))
     shaped(f"{op}: weight", scale, (DIM,))
-    table = aligned(f"{op}: cos_sin", array(f"{op}: cos_sin", cos_sin, [FLOAT32]))
-    if len(table.shape) != 2 or table.shape[1] != ROTARY or not table.shape[0]:
-        raise ValueError(f"{op}: cos_sin: wanted shape (max_position, {ROTARY}), got {table.shape}")
+    table = angles(op, cos_sin)
     if not 0 <= eps < float("inf"):
         raise ValueError(f"{op}: eps: wanted a number from 0 on, got {eps!r}")
 
-    read = {"kv": rows, "weight": scale, "cos_sin": table, "tokens": array(op, tokens.rows, [INT32])}
+    read = {"kv": rows, "weight": scale, "cos_sin": table, "tokens": array(f"{op}: tokens", tokens.rows, [INT32])}
     read |= paged(op, "window", window, (KV_FP8, KV_BF16), tokens.max_requests)
-    written = {"out": result, "window's pool": read.pop("window's pool")}
+    written = {"out": result, "window.pool": read.pop("window.pool")}
     if (result.address, token_stride(result)) != (queries.address, token_stride(queries)):
         read["q"] = queries
-    apart(f"{op}: out", result, "window's pool", written["window's pool"])
+    apart(f"{op}: out", result, "window.pool", written["window.pool"])
     for role, seen in written.items():
         for other, operand in read.items():
             apart(f"{op}: {role}", seen, other, operand)

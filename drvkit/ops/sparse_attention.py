@@ -20,6 +20,7 @@ from ..records import KV_BF16, KV_FP8, Pages
 from . import (
     Where,
     aligned,
+    angles,
     apart,
     array,
     device_of,
@@ -118,14 +119,11 @@ def sparse_attention(
             if len(listed.shape) != 2 or listed.shape[0] != count or not listed.shape[1]:
                 raise ValueError(f"{op}: indices: wanted shape ({count}, k), got {listed.shape}")
             width = listed.shape[1]
-    for role, operand, shape in (("sinks", sinks, (heads,)), ("cos_sin", cos_sin, None)):
-        if operand is not None:
-            read[role] = array(f"{op}: {role}", operand, [float32])
-            rotated = read[role].shape
-            if shape is None and (len(rotated) != 2 or rotated[1] != 64 or not rotated[0]):
-                raise ValueError(f"{op}: cos_sin: wanted shape (positions, 64), got {rotated}")
-            if shape is not None:
-                shaped(f"{op}: {role}", read[role], shape)
+    if sinks is not None:
+        read["sinks"] = array(f"{op}: sinks", sinks, [float32])
+        shaped(f"{op}: sinks", read["sinks"], (heads,))
+    if cos_sin is not None:
+        read["cos_sin"] = angles(op, cos_sin)
     written = {"out": aligned(f"{op}: out", array(f"{op}: out", out, [bfloat16]))}
     shaped(f"{op}: out", written["out"], seen.shape)
     if lse is not None:

@@ -382,8 +382,8 @@ WRONG_LOGITS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "strided": ({"logits": far((6, 100), np.float32, 6, (800, 4))}, ValueError, "logits: .*contiguous"),
     "negative": ({"skip_up_to": -1}, ValueError, "skip_up_to: wanted 0 to"),
     "a half": ({"skip_up_to": 0.5}, TypeError, "skip_up_to: wanted an integer"),
-    "in the pool": ({"logits": far((6, 100), np.float32, 4)}, ValueError, "logits at .* overlaps keys's pool"),
-    "in the table": ({"logits": far((6, 100), np.float32, 5)}, ValueError, "logits at .* overlaps keys's block_table"),
+    "in the pool": ({"logits": far((6, 100), np.float32, 4)}, ValueError, "logits at .* overlaps keys.pool"),
+    "in the table": ({"logits": far((6, 100), np.float32, 5)}, ValueError, "logits at .* overlaps keys.block_table"),
 }
 
 

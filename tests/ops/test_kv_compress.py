@@ -431,9 +431,9 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "pool in state": (
         {"entries": pages(KV_FP8, address=2 << 30)},
         ValueError,
-        "state at .* overlaps entries's pool at",
+        "state at .* overlaps entries.pool at",
     ),
-    "pool in ape": ({"entries": pages(KV_FP8, address=3 << 30)}, ValueError, "entries's pool at .* overlaps ape at"),
+    "pool in ape": ({"entries": pages(KV_FP8, address=3 << 30)}, ValueError, "entries.pool at .* overlaps ape at"),
 }
 
 

@@ -406,7 +406,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "cos_sin": (
         {"cos_sin": Foreign((99, 32), np.float32, 7 << 24)},
         ValueError,
-        "cos_sin: wanted shape .positions, 64",
+        "cos_sin: wanted shape .max_position, 64",
     ),
     "lse": ({"lse": Foreign((8, 63), np.float32, 8 << 24)}, ValueError, r"lse: wanted shape \(8, 64\)"),
     "scale": ({"scale": -1.0}, ValueError, "scale: wanted None or a positive number, got -1.0"),
@@ -416,7 +416,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "out in the pool": (
         {"out": Foreign((8, 64, 512), np.uint16, 2 << 24)},
         ValueError,
-        "out at .* overlaps window's pool",
+        "out at .* overlaps window.pool",
     ),
 }
 
