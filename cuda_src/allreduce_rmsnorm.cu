@@ -40,6 +40,7 @@ __global__ void __launch_bounds__(dk::kMostThreads<kRanks>, 1)
     return inside ? dk::present<T>(*reinterpret_cast<const uint4*>(x + at(token))) : uint4{};
   };
 
+  if constexpr (kCluster > 1) dk::arrive_relaxed_cluster();
   dk::wait_for_kernels_before();
   dk::let_kernels_behind_start();
   dk::Call<kRanks> call(parts, everywhere, stride, states, failures, rank, call_kind, limit_ns);
@@ -47,6 +48,7 @@ __global__ void __launch_bounds__(dk::kMostThreads<kRanks>, 1)
   const int row_bytes = hidden * static_cast<int>(sizeof(T));
   dk::Exchange<T, kProtocol, kRanks, kMulticast> exchange{{call, mailboxes, capacity, row_bytes, chunk}, inside};
   exchange.send(first, clusters, tokens, own);
+  if constexpr (kCluster > 1) dk::wait_acquire_cluster();  // all have begun
 
   int turn = 0;
   for (int token = first; token < tokens; token += clusters, turn ^= 1) {
