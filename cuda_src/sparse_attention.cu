@@ -101,13 +101,13 @@ __device__ inline int blocks_of_token() {
 
 // Which rows a token attends to, and which of their tiles are this block's.
 struct Rows {
-  int request, position;
+  int request, position, end;
   int of_window, count;  // those of the window come first
   int tile, end_tile;
 
   __device__ Rows(const int* tokens, const int* visible, int row, int window, int list, bool has_list) {
     const dk::StepToken token = dk::StepToken::load(tokens, row);
-    request = token.request, position = token.position;
+    request = token.request, position = token.position, end = token.end;
     of_window = token.is_padding() ? 0 : min(token.position + 1, window);
     int entries = 0;
     if (visible != nullptr && !token.is_padding()) entries = has_list ? min(list, visible[row]) : visible[row];
@@ -438,6 +438,9 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
     const auto choose = [&]() -> int {  // the next tiles of a token, 0 if there are no more
       for (entry = -1; row < max_tokens; row += gridDim.z, done = 0) {
         const Rows rows = rows_of(row);
+        DK_CHECK(rows.end - max(0, rows.position + 1 - window) <= 1ll * window_width << window_bits,
+                 "row %d attends to positions from %d on, and its request has %d tokens: the window has room for %d\n",
+                 row, max(0, rows.position + 1 - window), rows.end, window_width << window_bits);
         const int tiles = min(4, rows.end_tile - rows.tile - done);
         if (tiles <= 0) continue;
         const int number = (rows.tile + done) * kRows + threadIdx.x - 2 * kWarpgroup;

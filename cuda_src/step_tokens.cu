@@ -33,7 +33,7 @@ extern "C" __global__ void step_tokens(const int* q_starts, const int* lengths, 
     dk::StepToken token = {-1, 0, 0, 0};
     int ended_4 = 0, ended_128 = 0;
     const int first = low < requests ? q_starts[low] : max_tokens;
-    if (first <= row) {
+    if (0 <= first && first <= row && q_starts[low + 1] <= max_tokens) {
       const int rows = q_starts[low + 1] - first, length = lengths[low], start = length - rows;
       DK_CHECK(start >= 0, "lengths[%d] is %d: the request has %d rows\n", low, length, rows);
       DK_CHECK(length <= max_length, "lengths[%d] is %d: wanted at most %d\n", low, length, max_length);
@@ -54,7 +54,7 @@ extern "C" __global__ void step_tokens(const int* q_starts, const int* lengths, 
     DK_CHECK(request > 0 || first == 0, "q_starts[0] is %d: the first request begins at row 0\n", first);
     DK_CHECK(first <= next && next <= max_tokens, "q_starts[%d] is %d, behind it is %d: starts do not decrease, and end "
              "with at most %d rows\n", request, first, next, max_tokens);
-    if (next <= first) continue;
+    if (first < 0 || next <= first || next > max_tokens) continue;
     const int length = lengths[request], start = length - (next - first);
     if (start < 0 || length > max_length) continue;
     if (const int ended = length / 4 - start / 4) atomicAdd(sums, ended);

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from .models import HALVES, V4_FLASH, V4_PRO, Model
+from .models import OVERLAP, V4_FLASH, V4_PRO, Model
 from .records import KEY_BF16, KEY_FP8, KEY_MXFP4, KV_BF16, KV_FP8, Format
 
 if TYPE_CHECKING:
@@ -80,9 +80,9 @@ def account(model: Model | None, tokens: int) -> Account:
         entries = tokens // ratio if ratio else 0
         is_indexed = ratio == model.indexed
         # Rows of projections and scores in float32, of as many tokens as an entry is made of.
-        halves = HALVES.get(ratio, 0)
+        overlap = OVERLAP.get(ratio, 0)
         elements = model.dim + model.indexer_dim * is_indexed
-        state = (halves * ratio) * (2 * halves * elements) * 4
+        state = (overlap * ratio) * (2 * overlap * elements) * 4
         rows = (min(tokens, model.window), entries, entries * is_indexed)
         kinds.append(Kind(NAMES[ratio], layers, *rows, PAGES.get(ratio, 1), state))
     caches = (Cache(KV_BF16, KEY_BF16), Cache(KV_FP8, KEY_MXFP4), Cache(KV_FP8, KEY_FP8))

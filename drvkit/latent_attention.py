@@ -25,7 +25,7 @@ from .account import PAGES, WINDOW_PAGE
 from .device import Device
 from .graph import After, Graph
 from .memory import Buffer
-from .models import HALVES, Model
+from .models import OVERLAP, Model
 from .node import KernelNode, Node, Port
 from .ops import is_a
 from .ops.indexer import IndexerQueries, indexer_logits, indexer_query
@@ -66,6 +66,20 @@ class Caches:
     keys: Compressed | None = None
     rings: Any = None
 
+    def close(self) -> None:
+        """Of pages and states; tables and rings are for other layers too."""
+        self.window.pool.close()
+        for each in (self.entries, self.keys):
+            if each is not None:
+                each.pages.pool.close()
+                each.state.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 class Workspace:
     """What is between the nodes of a layer, in device memory. Layers of any kind share it, if each comes after the one
@@ -100,7 +114,7 @@ class Workspace:
         self.ug = {}  # by ratio: of the compressor of entries, and of that of keys
         for ratio in sorted({*model.ratios} - {0}):
             dims = [model.dim, model.indexer_dim] if ratio == model.indexed else [model.dim]
-            self.ug[ratio] = [self._rows(2 * HALVES[ratio] * dim, float32) for dim in dims]
+            self.ug[ratio] = [self._rows(2 * OVERLAP[ratio] * dim, float32) for dim in dims]
         if model.indexed in self.ug:
             heads = model.indexer_heads
             self.index_q = self._rows(heads * model.indexer_dim)
@@ -139,12 +153,13 @@ class LatentAttention:
         device: where.
         model, ratio: what the layer is like: 0 for its window alone, 4 or 128 tokens an entry.
         weights: see `drvkit.weights.shapes`.
-        cos_sin: float32 [max_position, 64] on the device: ``model.cos_sin(ratio, positions)``, for all layers of a kind.
+        cos_sin: float32 [max_position, 64] on the device, ``model.cos_sin(ratio, max_position)``, for all layers of a
+            kind.
     """
 
     def __init__(self, device: Device, model: Model, ratio: int, weights: Weights, cos_sin: Any) -> None:
         is_a(Model, "LatentAttention", "model", model)
-        if ratio and ratio not in model.ratios:
+        if ratio not in model.ratios:
             raise ValueError(
                 f"LatentAttention: ratio: {model.name} has layers of {sorted({*model.ratios})}, got {ratio}"
             )
@@ -204,7 +219,7 @@ class LatentAttention:
         rows = pages(kv, WINDOW_PAGE, window)
         if not self.ratio:
             return Caches(rows)
-        cap = HALVES[self.ratio] * self.ratio  # of a ring
+        cap = OVERLAP[self.ratio] * self.ratio  # of a ring
         made = [
             Compressed(
                 pages(format, PAGES[self.ratio], entries),

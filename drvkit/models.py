@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .rope import Yarn, cos_sin_table
 
-__all__ = ["HALVES", "V4_FLASH", "V4_PRO", "Model"]
+__all__ = ["OVERLAP", "V4_FLASH", "V4_PRO", "Model"]
 
-# Of the columns that a compressor projects a token to, by ratio: an entry of 4 tokens is of the 4 before them too, so a
-# token has half of its columns for the entry that it begins in, and half for the next.
-HALVES = {4: 2, 128: 1}
+OVERLAP = {4: 2, 128: 1}  # by the ratio of a layer: of how many entries a token is a part; it has columns for each
 
 
 @dataclass(frozen=True)
@@ -25,12 +24,14 @@ class Model:
     q_latent: elements that queries are projected from.
     groups, o_latent: of heads, and the elements that each is projected to on the way out.
     topk: entries that a query attends to where a layer has an indexer.
-    ratios: of each layer, how many tokens an entry stands for; 0: the layer has its window alone.
-    dim, rotary: elements of a row, and of these the last ones, which are turned by position.
+    ratios: of each layer, how many tokens an entry stands for, 4 or 128; 0: the layer has its window alone.
     window: tokens that a query sees uncompressed, its own among them.
-    indexer_heads, indexer_dim: of layers of ratio `indexed`, which choose their entries.
+    indexer_heads: of layers of ratio `indexed`, which choose their entries.
     theta: of layers that have their window alone.
     compressed_theta, yarn: of the others.
+
+    All of them have rows of ``dim`` elements, the last ``rotary`` of which are turned by position, and keys of
+    ``indexer_dim``.
     """
 
     name: str
@@ -41,17 +42,23 @@ class Model:
     o_latent: int
     topk: int
     ratios: tuple[int, ...]
-    dim: int = 512
-    rotary: int = 64
     window: int = 128
-    indexed: int = 4
     indexer_heads: int = 64
-    indexer_dim: int = 128
     theta: float = 10000.0
     compressed_theta: float = 160000.0
     yarn: Yarn = field(default_factory=Yarn)
     eps: float = 1e-6
     max_length: int = 2**20
+
+    dim: ClassVar[int] = 512
+    rotary: ClassVar[int] = 64
+    indexed: ClassVar[int] = 4
+    indexer_dim: ClassVar[int] = 128
+
+    def __post_init__(self) -> None:
+        for ratio in self.ratios:
+            if ratio and ratio not in OVERLAP:
+                raise ValueError(f"Model: ratios: {self.name}: wanted 0, 4 or 128 for each layer, got {ratio}")
 
     def cos_sin(self, ratio: int, positions: int) -> NDArray[np.float32]:
         """The table of the layers of a ratio: for queries, window, entries and the indexer alike."""

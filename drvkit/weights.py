@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from .models import HALVES, Model
+from .models import OVERLAP, Model
 
 __all__ = ["Weights", "random_weights", "shapes"]
 
@@ -39,7 +39,7 @@ def shapes(model: Model, ratio: int) -> dict[str, tuple[int, ...]]:
 
 
 def _of_compressor(prefix: str, model: Model, ratio: int, dim: int) -> dict[str, tuple[int, ...]]:
-    columns = HALVES[ratio] * dim
+    columns = OVERLAP[ratio] * dim
     return {
         f"{prefix}.ape": (ratio, columns),
         f"{prefix}.norm": (dim,),

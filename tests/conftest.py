@@ -7,6 +7,7 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -136,6 +137,25 @@ def races_on_purpose(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     if looked_for:
         tracker.begin()
+
+
+WithOption = Callable[[Device, str, str], None]
+
+
+@pytest.fixture
+def with_option() -> Iterator[WithOption]:
+    """``with_option(device, source, option)``: from here on the ops have the source's kernels compiled with the option.
+    The CPU device's own is -DDRVKIT_CPU_DEVICE; with -U in its place kernels do what they do on a GPU."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as modules:
+
+        def with_option(device: Device, source: str, option: str) -> None:
+            module, usual = modules.enter_context(device.module(source, options=[option])), ops.kernel
+            patch.setattr(
+                *(ops, "kernel"),
+                lambda of, other, name: module.kernel(name) if other == source else usual(of, other, name),
+            )
+
+        yield with_option
 
 
 Values = Callable[[int, Any], NDArray[Any]]

@@ -47,7 +47,7 @@ INSTANCES: dict[str, list[str]] = {
     ],
     "kv_compress": instances(
         "kv_compress",
-        *("4,0,false,1", "4,2,true,1", "4,3,false,1", "128,0,false,8", "128,1,false,1"),
+        *("4,0,false,1", "4,1,false,1", "4,2,true,1", "4,3,false,1", "4,4,true,1", "128,0,false,8", "128,1,false,1"),
     ),
     "kv_write": instances(
         "kv_write",
@@ -75,7 +75,7 @@ INSTANCES: dict[str, list[str]] = {
         *instances("scale_dynamic", *FLOATS, *WIDE),
         *instances("scale_padded", *FLOATS, "int"),
     ],
-    "sparse_attention": instances("sparse_attention", "0,true", "1,false"),
+    "sparse_attention": instances("sparse_attention", "0,false", "0,true", "1,false", "1,true"),
     "step_tokens": [],
     "top_k": [*instances("top_k_short", "1", "4"), *instances("top_k_long", "1", "8")],
     "ulysses": [

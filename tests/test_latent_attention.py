@@ -116,7 +116,7 @@ def test_the_reference_is_the_definition(rng: np.random.Generator, ratio: int) -
     bound = 2**-6  # eight roundings to bfloat16, one after the other
     assert errors(got.y, want).max() < bound
     for mistake in ("window", "sink", "turned back", "groups"):
-        assert errors(by_definition(x[-130:], weights, ratio, got.chosen, mistake), want[-130:]).max() > 2 * bound
+        assert errors(by_definition(x, weights, ratio, got.chosen, mistake), want).max() > 2 * bound
 
 
 @pytest.mark.parametrize("ratio", KINDS)
@@ -163,7 +163,7 @@ class Layers:
         for ratio, weights, x, y in zip(kinds, self.weights, self.x, self.y, strict=True):
             cos_sin = put(MODEL.cos_sin(ratio, LENGTH))
             layer = self.stack.enter_context(LatentAttention(device, MODEL, ratio, weights, cos_sin))
-            self.caches.append(layer.caches(**room))
+            self.caches.append(self.stack.enter_context(layer.caches(**room)))
             assert last is not None
             after = last.port("programmatic")
             last = layer.add(graph, self.workspace, x, y, self.caches[-1], after=after, name=f"layer {ratio}", **how)
@@ -178,9 +178,6 @@ class Layers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for caches in self.caches:
-            for memory in memories(caches):
-                memory.close()
         self.stack.close()
         del self.exe, self.graph
 
@@ -246,9 +243,9 @@ def test_layers_of_every_kind_through_prompts_and_decoding(
                     want = latent_attention(x, weights, MODEL, ratio, first=first, chosen=given)
                     assert (errors(results[layer][rows], want.y) < bounds(positions)).all(), what
                     if want.scores is not None and want.magnitudes is not None:
-                        scored = ~np.isnan(want.scores)
+                        scored = ~np.isnan(want.scores)  # where it is not, anything may stand in logits
                         scores = logits[rows, : scored.shape[1]]
-                        error = np.abs(scores - want.scores)[scored] / want.magnitudes[scored]
+                        error = np.abs(scores[scored] - want.scores[scored]) / want.magnitudes[scored]
                         assert error.max(initial=0) < BOUND_OF_SCORES, what
                         visible = ((positions + 1) // 4).astype(np.int32)
                         assert_equal_bits(chosen[rows], top_k(scores, visible, MODEL.topk))
@@ -331,8 +328,8 @@ def test_what_does_not_fit_is_named(device: Device, graph: Graph, rng: np.random
         Workspace(MODEL, tokens) as workspace,
         Workspace(half, tokens, keys=KEY_FP8) as of_half,
         LatentAttention(device, MODEL, 128, weights, None) as layer,
+        layer.caches(window=(1, None), entries=(1, None), rings=(1, None)) as caches,
     ):
-        caches = layer.caches(window=(1, None), entries=(1, None), rings=(1, None))
         alone = Caches(caches.window)
         for given, message in (
             ((of_half, caches), "workspace: wanted one of small, got one of half"),
@@ -340,5 +337,8 @@ def test_what_does_not_fit_is_named(device: Device, graph: Graph, rng: np.random
         ):
             with pytest.raises(ValueError, match=f"^LatentAttention: {message}"):
                 layer.add(graph, given[0], None, None, given[1])
-        for memory in memories(caches):
-            memory.close()
+
+
+def test_layers_that_no_kernel_has_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^Model: ratios: small: wanted 0, 4 or 128 for each layer, got 8"):
+        dataclasses.replace(MODEL, ratios=(0, 8))

@@ -15,9 +15,8 @@ struct alignas(16) StepToken {
     return reinterpret_cast<const StepToken*>(tokens)[row];
   }
   __device__ bool is_padding() const { return request < 0; }
-  // Whether the token at `position` of this request has a row in this step, and which, where this token's is `row`.
+  // Whether the token at position `other` of this request has a row in this step: `other - position` rows behind this.
   __device__ bool has(int other) const { return start <= other && other < end; }
-  __device__ int row_of(int other, int row) const { return row + other - position; }
 };
 
 }  // namespace dk

@@ -142,11 +142,21 @@ def _wanted(label: str, dtypes: Collection[np.dtype[Any]]) -> str:
 def is_a(kind: type, op: str, role: str, given: Any) -> None:
     """Refuse what was given in place of an object of drvkit's."""
     if not isinstance(given, kind):
-        raise TypeError(f"{op}: {role}: wanted a {kind.__name__}, got {type(given).__name__}")
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise TypeError(f"{op}: {role}: wanted {article} {kind.__name__}, got {type(given).__name__}")
 
 
-def paged(op: str, role: str, pages: Pages, formats: Collection[Format], max_requests: int) -> dict[str, View]:
-    """What a kernel reads or writes of rows in pages of one of ``formats``: the pool and its block table."""
+class Paged(NamedTuple):
+    """Checked rows in pages, as kernels take them."""
+
+    pool: View
+    block_table: View
+    room: int  # entries that the table has pages for
+    args: tuple[Any, ...]  # pool, block_table, pages, table_width, page_bits, page_bytes
+
+
+def paged(op: str, role: str, pages: Pages, formats: Collection[Format], max_requests: int) -> Paged:
+    """What a kernel reads or writes of rows in pages of one of ``formats``."""
     is_a(Pages, op, role, pages)
     if pages.format not in formats:
         wanted = " or ".join(f"{each.name} of {each.dim}" for each in formats)
@@ -165,16 +175,17 @@ def paged(op: str, role: str, pages: Pages, formats: Collection[Format], max_req
     table = array(label, pages.block_table, [np.dtype(np.int32)])
     if len(table.shape) != 2 or table.shape[0] != max_requests or not table.shape[1]:
         raise ValueError(f"{label}: wanted shape ({max_requests}, pages of a request), got {table.shape}")
-    return {f"{role}.pool": pool, f"{role}.block_table": table}
+    (count, _), width = pool.shape, table.shape[1]
+    args = (pages.pool, pages.block_table, count, width, size.bit_length() - 1, page_bytes)
+    return Paged(pool, table, size * width, args)
 
 
-def page_args(pages: Pages) -> tuple[Any, ...]:
-    """Checked ones as kernels take them: pool, block_table, pages, table_width, page_bits, page_bytes."""
-    count, page_bytes = pages.pool.shape
-    return (
-        *(pages.pool, pages.block_table, count, pages.block_table.shape[1]),
-        *(pages.page_size.bit_length() - 1, page_bytes),
-    )
+def holds_all(label: str, pages: Paged, max_length: int, ratio: int) -> None:
+    """Refuse a table too short for the entries, of ``ratio`` tokens each, that a request can have."""
+    if pages.room < max_length // ratio:
+        raise ValueError(
+            f"{label}: {max_length} tokens have {max_length // ratio} entries, the block table room for {pages.room}"
+        )
 
 
 def angles(op: str, cos_sin: Any) -> View:
@@ -192,6 +203,15 @@ def whole(label: str, number: Any) -> int:
     return int(number)
 
 
+def eps_of(op: str, eps: float) -> float:
+    """What is added to a mean of squares."""
+    if isinstance(eps, bool) or not isinstance(eps, int | float | np.integer | np.floating):
+        raise TypeError(f"{op}: eps: wanted a number, got {eps!r}")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"{op}: eps: wanted a number from 0 on, got {eps!r}")
+    return float(eps)
+
+
 def aligned(label: str, seen: View) -> View:
     """Refuse an address that accesses of 16 bytes cannot have."""
     if seen.address % 16:
@@ -199,17 +219,17 @@ def aligned(label: str, seen: View) -> View:
     return seen
 
 
-def token_rows(label: str, operand: Any, dtypes: Collection[np.dtype[Any]], axes: int = 3) -> View:
-    """[tokens, heads, dim], or of two axes [tokens, dim], with contiguous tokens at any distance; its address and
-    distances are multiples of 16 bytes."""
+def token_rows(
+    label: str, operand: Any, dtypes: Collection[np.dtype[Any]], axes: tuple[str, ...] = ("tokens", "heads", "dim")
+) -> View:
+    """Contiguous tokens at any distance; their address and distances are multiples of 16 bytes."""
     seen = view(label, operand, dtypes)
-    if len(seen.shape) != axes:
-        shape = "(tokens, heads, dim)" if axes == 3 else "(tokens, dim)"
-        raise ValueError(f"{label}: wanted shape {shape}, got {seen.shape}")
+    if len(seen.shape) != len(axes):
+        raise ValueError(f"{label}: wanted shape ({', '.join(axes)}), got {seen.shape}")
     wanted = seen.dtype.itemsize
     for stride, extent in zip(reversed(seen.strides[1:]), reversed(seen.shape[1:]), strict=True):
         if seen.size and extent > 1 and stride != wanted:
-            raise ValueError(f"{label}: wanted contiguous tokens, got strides {seen.strides} of shape {seen.shape}")
+            raise ValueError(f"{label}: wanted contiguous {axes[0]}, got strides {seen.strides} of shape {seen.shape}")
         wanted *= extent
     return aligned_strides(label, seen)
 
@@ -224,8 +244,8 @@ def aligned_strides(label: str, seen: View) -> View:
     outer = [stride for stride, extent in zip(seen.strides[:-1], seen.shape, strict=False) if extent > 1]
     if seen.size and any(at % 16 or at < 0 for at in (seen.address, *outer)):
         raise ValueError(
-            f"{label}: wanted an address and strides that are multiples of 16 bytes, got {seen.address:#x} and "
-            f"{seen.strides}"
+            f"{label}: wanted an address and strides, none negative, that are multiples of 16 bytes, got "
+            f"{seen.address:#x} and {seen.strides}"
         )
     return seen
 
@@ -283,10 +303,17 @@ def kernel(device: Device, source: str, name: str) -> Kernel:
 
 
 def submit(
-    where: Where, source: str, function: str, threads: int, args: tuple[Any, ...], after: After, name: str | None
+    where: Where,
+    source: str,
+    function: str,
+    threads: int,
+    args: tuple[Any, ...],
+    after: After,
+    name: str | None,
+    op: str | None = None,
 ) -> Node | None:
     """`launch` with a thread for each of ``threads``."""
-    return launch(where, source, function, -(-threads // BLOCK), BLOCK, args, after=after, name=name)
+    return launch(where, source, function, -(-threads // BLOCK), BLOCK, args, after=after, name=name, op=op)
 
 
 def device_of(op: str, where: Any) -> Device:
@@ -311,11 +338,12 @@ def launch(
     shared_mem_bytes: int = 0,
     after: After = None,
     name: str | None = None,
+    op: str | None = None,
     **attributes: Any,
 ) -> Node | None:
     """Launch ``function`` of ``source``, or add it to a graph. For an empty grid nothing is launched; a graph gets an
-    empty node, which edges can be drawn to."""
-    op = function.partition("<")[0]
+    empty node, which edges can be drawn to. Errors begin with ``op``, by default the name of the function."""
+    op = op or function.partition("<")[0]
     device = device_of(op, where)
     if isinstance(where, Stream):
         if after is not None or name is not None:

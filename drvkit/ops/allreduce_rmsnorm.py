@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike
 from ..channel import GENERATIONS, PROTOCOLS, Channel
 from ..device import Device
 from ..world import World
-from . import FLOATS, Where, aligned, apart, array, device_of, kernel, launch, shaped, whole
+from . import FLOATS, Where, aligned, apart, array, device_of, eps_of, kernel, launch, shaped, whole
 
 if TYPE_CHECKING:
     from ..graph import After
@@ -228,8 +228,7 @@ def allreduce_rmsnorm(
     """
     op = "allreduce_rmsnorm"
     AllReduce.wanted(op, group)
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"{op}: eps: wanted a number from 0 on, got {eps!r}")
+    eps = eps_of(op, eps)
     seen, tokens = group.rows(op, "x", x)
     views, narrow = {"x": seen}, out_scale is not None
     for role, operand in {"residual": residual, "weight": weight, "out": out, "residual_out": residual_out}.items():

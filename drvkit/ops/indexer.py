@@ -24,9 +24,9 @@ from . import (
     angles,
     apart,
     array,
+    holds_all,
     is_a,
     launch,
-    page_args,
     paged,
     shaped,
     span,
@@ -176,28 +176,25 @@ def indexer_logits(
     rows = _of_step(op, tokens, queries)
     if not 0 <= whole(f"{op}: skip_up_to", skip_up_to) < 2**31:
         raise ValueError(f"{op}: skip_up_to: wanted 0 to 2**31 - 1, got {skip_up_to!r}")
-    read = paged(op, "keys", keys, [queries.format], tokens.max_requests)
+    looked_through = paged(op, "keys", keys, [queries.format], tokens.max_requests)
+    holds_all(f"{op}: keys", looked_through, tokens.max_length, RATIO)
     entries = tokens.max_length // RATIO
-    room = read["keys.block_table"].shape[1] * keys.page_size
-    if room < entries:
-        raise ValueError(
-            f"{op}: keys: {tokens.max_length} tokens have {entries} entries, the block table room for {room}"
-        )
     result = array(f"{op}: logits", logits, [FLOAT32])
     if len(result.shape) != 2 or result.shape[0] != tokens.max_tokens or not max(1, entries) <= result.shape[1] < 2**31:
         raise ValueError(
             f"{op}: logits: wanted shape ({tokens.max_tokens}, {entries} or more: the entries of {tokens.max_length} "
             f"tokens), got {result.shape}"
         )
-    read |= {"queries": array(op, queries._memory, [UINT8]), "tokens": rows}
+    read = {"queries": array(op, queries._memory, [UINT8]), "tokens": rows}
+    read |= {"keys.pool": looked_through.pool, "keys.block_table": looked_through.block_table}
     for role, operand in read.items():
         apart(f"{op}: logits", result, role, operand)
-    width = result.shape[1]
+    width, (pool, table, *sizes) = result.shape[1], looked_through.args
     resident = RESIDENT * tokens.device.multiprocessors
     blocks = min(-(-width // ENTRIES), max(LEAST, resident // tokens.max_tokens))
     args = (
-        *(tokens.rows, queries.values, queries.scales, queries.weights, *page_args(keys)[:2], logits),
-        *(*page_args(keys)[2:], queries.heads, width, skip_up_to),
+        *(tokens.rows, queries.values, queries.scales, queries.weights, pool, table, logits),
+        *(*sizes, queries.heads, width, skip_up_to),
     )
     return launch(
         *(where, "indexer", f"{op}<{queries.format.number}>", (tokens.max_tokens, blocks), THREADS, args),

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..memory import View
-from ..models import HALVES
+from ..models import OVERLAP
 from ..records import KEY_BF16, KEY_FP8, KEY_MXFP4, KV_BF16, KV_FP8, Pages
-from . import Where, aligned, angles, apart, array, device_of, is_a, launch, page_args, paged, shaped, submit, whole
+from . import Where, aligned, angles, apart, array, device_of, eps_of, is_a, launch, paged, shaped, submit, whole
 from .step_tokens import StepTokens
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)
 FORMATS = {4: (KV_FP8, KV_BF16, KEY_MXFP4, KEY_FP8, KEY_BF16), 128: (KV_FP8, KV_BF16)}  # by tokens of an entry
 CLUSTER = 8  # blocks that share the channels of an entry of 128 tokens
 SHARED_BYTES = {4: 0, 128: 256 * 8 * 16}  # where values of 128 tokens wait: of each thread 8, of four channels
-# A team of threads has as many rows of a step as there are more than FULL, up to MOST: of a prompt's rows one in 4 or
-# in 128 ends an entry, and blocks that have nothing to do are not free.
+# A team of threads has ceil(max_tokens / FULL) rows of a step, MOST at most: of a prompt's rows one in 4 or in 128 ends
+# an entry, and blocks that have nothing to do are not free.
 FULL, MOST = {4: 1024, 128: 128}, {4: 4, 128: 32}
 
 
@@ -83,10 +83,10 @@ def kv_compress(
     """
     op = "kv_compress"
     saved, read = _checked(op, tokens, ug, state, rings, ratio)
-    read |= paged(op, "entries", entries, FORMATS[ratio], tokens.max_requests)
-    pool = read.pop("entries.pool")
+    made = paged(op, "entries", entries, FORMATS[ratio], tokens.max_requests)
+    read["entries.block_table"] = made.block_table
     dim = entries.format.dim
-    columns = HALVES[ratio] * dim
+    columns = OVERLAP[ratio] * dim
     shaped(f"{op}: ug", read["ug"], (tokens.max_tokens, 2 * columns))
     for role, operand, shape in (("ape", ape, (ratio, columns)), ("weight", weight, (dim,))):
         read[role] = aligned(f"{op}: {role}", array(f"{op}: {role}", operand, [FLOAT32]))
@@ -94,19 +94,18 @@ def kv_compress(
     table = read["cos_sin"] = angles(op, cos_sin)
     if hadamard and dim != 128:
         raise ValueError(f"{op}: hadamard is for rows of 128 elements, got {dim}")
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"{op}: eps: wanted a number from 0 on, got {eps!r}")
+    eps = eps_of(op, eps)
     for other, seen in read.items():
-        apart(f"{op}: entries.pool", pool, other, seen)
+        apart(f"{op}: entries.pool", made.pool, other, seen)
         apart(f"{op}: state", saved, other, seen)
-    apart(f"{op}: state", saved, "entries.pool", pool)
+    apart(f"{op}: state", saved, "entries.pool", made.pool)
 
     cluster = CLUSTER if ratio == 128 and device_of(op, where).compute_capability >= (9, 0) else 1
     team_rows = min(-(-tokens.max_tokens // FULL[ratio]), MOST[ratio])
     teams, block = (4, 128) if dim == 128 else (1, 256)
     function = f"{op}<{ratio},{entries.format.number},{str(bool(hadamard)).lower()},{cluster}>"
     args = (
-        *(tokens.rows, ug, state, rings, ape, weight, cos_sin, *page_args(entries)),
+        *(tokens.rows, ug, state, rings, ape, weight, cos_sin, *made.args),
         *(tokens.max_tokens, team_rows, *saved.shape[:2], table.shape[0], eps),
     )
     grid = cluster * -(-tokens.max_tokens // (teams * team_rows))
@@ -142,13 +141,13 @@ def _checked(op: str, tokens: StepTokens, ug: Any, state: Any, rings: Any, ratio
     is_a(StepTokens, op, "tokens", tokens)
     if whole(f"{op}: ratio", ratio) not in FORMATS:
         raise ValueError(f"{op}: ratio: wanted 4 or 128, got {ratio}")
-    widths = sorted({2 * HALVES[ratio] * format.dim for format in FORMATS[ratio]})
+    widths = sorted({2 * OVERLAP[ratio] * format.dim for format in FORMATS[ratio]})
     rows = aligned(f"{op}: ug", array(f"{op}: ug", ug, [FLOAT32]))
     if len(rows.shape) != 2 or rows.shape[0] != tokens.max_tokens or rows.shape[1] not in widths:
         wanted = " or ".join(map(str, widths))
         raise ValueError(f"{op}: ug: wanted shape ({tokens.max_tokens}, {wanted}), got {rows.shape}")
     saved = aligned(f"{op}: state", array(f"{op}: state", state, [FLOAT32]))
-    least = HALVES[ratio] * ratio
+    least = OVERLAP[ratio] * ratio
     shape = saved.shape
     if len(shape) != 3 or not shape[0] or shape[1] < least or shape[2] != rows.shape[1]:
         raise ValueError(f"{op}: state: wanted shape (rings, {least} or more, {rows.shape[1]}), got {shape}")

@@ -140,7 +140,7 @@ class _Checked(NamedTuple):
 def _checked(op: str, where: Where, x: Any, weight: Any, out: Any) -> _Checked:
     """What the operands show of themselves, where they fit."""
     device = device_of(op, where)
-    rows = token_rows(f"{op}: x", x, [BFLOAT16], axes=2)
+    rows = token_rows(f"{op}: x", x, [BFLOAT16], axes=("tokens", "dim"))
     tokens, inputs = rows.shape
     matrix = aligned(f"{op}: weight", array(f"{op}: weight", weight, [BFLOAT16]))
     outputs = matrix.shape[0] if len(matrix.shape) == 2 else 0
@@ -151,7 +151,7 @@ def _checked(op: str, where: Where, x: Any, weight: Any, out: Any) -> _Checked:
             raise ValueError(f"{op}: {role}: wanted a multiple of 8 from 8 to {MOST}, got {extent}")
     if tokens > MOST:
         raise ValueError(f"{op}: x: wanted at most {MOST} tokens, got {tokens}")
-    result = token_rows(f"{op}: out", out, [BFLOAT16, FLOAT32], axes=2)
+    result = token_rows(f"{op}: out", out, [BFLOAT16, FLOAT32], axes=("tokens", "dim"))
     shaped(f"{op}: out", result, (tokens, outputs))
     if token_stride(result) < outputs:
         raise ValueError(f"{op}: out: tokens overlap: strides {result.strides} of shape {result.shape}")

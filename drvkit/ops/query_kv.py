@@ -20,9 +20,9 @@ from . import (
     angles,
     apart,
     array,
+    eps_of,
     is_a,
     launch,
-    page_args,
     paged,
     shaped,
     span,
@@ -83,7 +83,7 @@ def query_kv(
     if queries.shape != (tokens.max_tokens, heads, DIM) or not 1 <= heads <= MOST_HEADS:
         wanted = f"({tokens.max_tokens}, 1 to {MOST_HEADS} heads, {DIM})"
         raise ValueError(f"{op}: q: wanted shape {wanted}, got {queries.shape}")
-    rows = token_rows(f"{op}: kv", kv, [BFLOAT16], axes=2)
+    rows = token_rows(f"{op}: kv", kv, [BFLOAT16], axes=("tokens", "dim"))
     shaped(f"{op}: kv", rows, (tokens.max_tokens, DIM))
     out = q if out is None else out
     result = token_rows(f"{op}: out", out, [BFLOAT16])
@@ -93,21 +93,21 @@ def query_kv(
     scale = aligned(f"{op}: weight", array(f"{op}: weight", weight, [FLOAT32]))
     shaped(f"{op}: weight", scale, (DIM,))
     table = angles(op, cos_sin)
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"{op}: eps: wanted a number from 0 on, got {eps!r}")
+    eps = eps_of(op, eps)
 
     read = {"kv": rows, "weight": scale, "cos_sin": table, "tokens": array(f"{op}: tokens", tokens.rows, [INT32])}
-    read |= paged(op, "window", window, (KV_FP8, KV_BF16), tokens.max_requests)
-    written = {"out": result, "window.pool": read.pop("window.pool")}
+    put = paged(op, "window", window, (KV_FP8, KV_BF16), tokens.max_requests)
+    read["window.block_table"] = put.block_table
+    written = {"out": result, "window.pool": put.pool}
     if (result.address, token_stride(result)) != (queries.address, token_stride(queries)):
         read["q"] = queries
-    apart(f"{op}: out", result, "window.pool", written["window.pool"])
+    apart(f"{op}: out", result, "window.pool", put.pool)
     for role, seen in written.items():
         for other, operand in read.items():
             apart(f"{op}: {role}", seen, other, operand)
 
     args = (
-        *(tokens.rows, span(q, queries), span(kv, rows), weight, cos_sin, span(out, result), *page_args(window)),
+        *(tokens.rows, span(q, queries), span(kv, rows), weight, cos_sin, span(out, result), *put.args),
         *(heads, table.shape[0], token_stride(queries), token_stride(rows), token_stride(result), eps),
     )
     grid = (tokens.max_tokens, -(-(heads + 1) // WARPS))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from . import Where, aligned, apart, array, launch, shaped, span, token_rows, token_stride
+from . import Where, aligned, apart, array, eps_of, launch, shaped, span, token_rows, token_stride
 
 if TYPE_CHECKING:
     from ..graph import After
@@ -41,18 +41,17 @@ def rms_norm(
     A row whose squares add up to more than 3.4e38 becomes 0. The bits of a row depend on itself and ``weight`` alone.
     """
     op = "rms_norm"
-    rows = token_rows(f"{op}: x", x, [BFLOAT16], axes=2)
+    rows = token_rows(f"{op}: x", x, [BFLOAT16], axes=("tokens", "dim"))
     tokens, dim = rows.shape
     if dim % PIECE or not 0 < dim <= MOST:
         raise ValueError(f"{op}: x: wanted shape (tokens, a multiple of {PIECE} up to {MOST}), got {rows.shape}")
-    result = token_rows(f"{op}: out", out, [BFLOAT16], axes=2)
+    result = token_rows(f"{op}: out", out, [BFLOAT16], axes=("tokens", "dim"))
     shaped(f"{op}: out", result, rows.shape)
     if token_stride(result) < dim:
         raise ValueError(f"{op}: out: tokens overlap: strides {result.strides} of shape {result.shape}")
     scale = aligned(f"{op}: weight", array(f"{op}: weight", weight, [FLOAT32]))
     shaped(f"{op}: weight", scale, (dim,))
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"{op}: eps: wanted a number from 0 on, got {eps!r}")
+    eps = eps_of(op, eps)
     apart(f"{op}: out", result, "weight", scale)
     if (result.address, token_stride(result)) != (rows.address, token_stride(rows)):
         apart(f"{op}: out", result, "x", rows)

@@ -24,9 +24,9 @@ from . import (
     apart,
     array,
     device_of,
+    holds_all,
     is_a,
     launch,
-    page_args,
     paged,
     shaped,
     span,
@@ -74,9 +74,10 @@ def sparse_attention(
             the rows of one projection, in ``out`` they follow each other. ``out`` may be ``q``.
         window: rows of `KV_FP8` or `KV_BF16`, of each position one: that of position p is entry p of its request, so a
             block table of fewer pages is a ring. It has room for the ``window_size`` positions up to that of a
-            request's first row, and for its other rows.
+            request's first row, and for its other rows; the CPU device reports it if it has not.
         entries: compressed ones, of the same format; ``ratio`` (4 or 128) says of how many tokens each. A token at
-            position p sees the first ``(p + 1) // ratio`` of its request.
+            position p sees the first ``(p + 1) // ratio`` of its request. The block table has room for all of
+            ``tokens.max_length``.
         indices: int32 [max_tokens, k], of those the ones that count; None: all. Of a token that sees n the first
             min(k, n) are read, as `drvkit.ops.top_k` writes them; a negative one is none. Of one that it does not see
             the row means nothing; the CPU device reports it.
@@ -87,7 +88,8 @@ def sparse_attention(
 
     Without rows, and for padding, out is 0 and lse -inf. Rows of `KV_FP8`, queries and probabilities are multiplied as
     float16 (so what is above 65504 in size is infinite), those of `KV_BF16` as bfloat16; sums are float32. Bits depend
-    on the number of multiprocessors, but not on other requests.
+    on the shapes and the number of multiprocessors, which say how rows are shared between blocks, but not on other
+    requests.
 
     Needs compute capability 9.0; `ValueError` elsewhere.
     """
@@ -99,21 +101,24 @@ def sparse_attention(
     heads = seen.shape[1]
     shaped(f"{op}: q", seen, (count, max(heads, 1), DIM))
     read: dict[str, View] = {"q": seen, "tokens": array(f"{op}: tokens", tokens.rows, [int32])}
-    read |= paged(op, "window", window, [KV_FP8, KV_BF16], tokens.max_requests)
-    room = window.page_size * window.block_table.shape[1]
-    if not 1 <= whole(f"{op}: window_size", window_size) <= room:
-        raise ValueError(f"{op}: window_size: wanted 1 to {room}, as the window's block table has, got {window_size}")
-    width, visible, given = 0, None, window
+    last = given = paged(op, "window", window, [KV_FP8, KV_BF16], tokens.max_requests)
+    read |= {"window.pool": last.pool, "window.block_table": last.block_table}
+    if not 1 <= whole(f"{op}: window_size", window_size) <= last.room:
+        raise ValueError(
+            f"{op}: window_size: wanted 1 to {last.room}, as the window's block table has, got {window_size}"
+        )
+    width, visible = 0, None
     if entries is None:
         for role, operand in (("ratio", ratio), ("indices", indices)):
             if operand is not None:
                 raise ValueError(f"{op}: {role} is given without entries")
     else:
-        read |= paged(op, "entries", entries, [window.format], tokens.max_requests)
+        given = paged(op, "entries", entries, [window.format], tokens.max_requests)
+        read |= {"entries.pool": given.pool, "entries.block_table": given.block_table}
         if ratio not in tuple(tokens.entries):
             raise ValueError(f"{op}: ratio: wanted one of {', '.join(map(str, tokens.entries))}, got {ratio!r}")
-        visible, given = tokens.entries[ratio], entries
-        width = entries.page_size * entries.block_table.shape[1]
+        holds_all(f"{op}: entries", given, tokens.max_length, ratio)
+        visible, width = tokens.entries[ratio], tokens.max_length // ratio
         if indices is not None:
             read["indices"] = listed = array(f"{op}: indices", indices, [int32])
             if len(listed.shape) != 2 or listed.shape[0] != count or not listed.shape[1]:
@@ -152,7 +157,7 @@ def sparse_attention(
     splits = _splits(device, count * blocks, -(-(window_size + width) // ROWS))
     at_once = count if splits > 1 else min(count, max(1, device.multiprocessors // blocks))  # tokens
     args = (
-        *(span(q, seen), tokens.rows, *page_args(window), *page_args(given)),
+        *(span(q, seen), tokens.rows, *last.args, *given.args),
         *(visible, indices, sinks, cos_sin, out, lse),
         *(
             count,

@@ -82,8 +82,9 @@ def plan_tokens(
             request without rows. The last one is the number of rows that are not padding.
         lengths: int32 [max_requests], tokens of each request that has rows, these among them.
 
-    Starts that decrease, lengths below the number of rows or above ``max_length``: the CPU device reports them. On a
-    GPU the rows of such a request are padding.
+    Starts that decrease or leave the rows, lengths below the number of rows or above ``max_length``: the CPU device
+    reports them. On a GPU the rows of a request whose last row or length is wrong are padding; those of starts that
+    decrease mean nothing, but what they stand for is inside of a request.
     """
     op, ints = "plan_tokens", [np.dtype(np.int32)]
     is_a(StepTokens, op, "tokens", tokens)
@@ -96,4 +97,4 @@ def plan_tokens(
         apart(f"{op}: tokens", array(op, tokens._memory, ints), role, seen)
     counts = (*tokens.entries.values(), tokens._completed)
     args = (q_starts, lengths, tokens.rows, *counts, tokens.max_requests, tokens.max_tokens, tokens.max_length)
-    return submit(where, "step_tokens", "step_tokens", tokens.max_tokens, args, after, name)
+    return submit(where, "step_tokens", "step_tokens", tokens.max_tokens, args, after, name, op)

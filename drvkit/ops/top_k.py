@@ -48,7 +48,7 @@ def top_k(
     """
     op = "top_k"
     device = device_of(op, where)
-    table = token_rows(f"{op}: scores", scores, [FLOAT32], axes=2)
+    table = token_rows(f"{op}: scores", scores, [FLOAT32], axes=("rows", "width"))
     rows, width = table.shape
     if width >= 2**30:
         raise ValueError(f"{op}: scores: wanted rows of fewer than 2**30, got {width}")
@@ -66,14 +66,14 @@ def top_k(
     args: tuple[Any, ...] = (span(scores, table), lengths, indices, width, k, token_stride(table))
     if width <= SHORT * ROUND:
         function = f"{op}_short<{max(1, -(-width // ROUND))}>"
-        return launch(where, op, function, rows, THREADS, args, after=after, name=name)
+        return launch(where, op, function, rows, THREADS, args, after=after, name=name, op=op)
     blocks = blocks_of_row(device, rows, width)
     room = room_of_list(device, blocks, k)
     attributes: dict[str, Any] = {"shared_mem_bytes": room * ENTRY * blocks * THREADS // 32}
     if blocks > 1:
         attributes["cluster"] = blocks
     function, args = f"{op}_long<{blocks}>", (*args, room)
-    return launch(where, op, function, rows * blocks, THREADS, args, after=after, name=name, **attributes)
+    return launch(where, op, function, rows * blocks, THREADS, args, after=after, name=name, op=op, **attributes)
 
 
 def blocks_of_row(device: Device, rows: int, width: int) -> int:

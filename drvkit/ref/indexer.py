@@ -12,24 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..records import KEY_FP8, Bytes, Float32, Format
+from .kv_compress import walsh_hadamard
 from .kv_write import rotate
 
-__all__ = ["hadamard", "indexer_logits", "indexer_query"]
+__all__ = ["indexer_logits", "indexer_query"]
 
 Int32 = NDArray[np.int32]
 Float64 = NDArray[np.float64]
-
-
-def hadamard(x: NDArray[Any]) -> NDArray[Any]:
-    """``x`` [..., n] times the Hadamard matrix of n, a power of two, in Sylvester's order, divided by sqrt(n)."""
-    y, n, half = x, x.shape[-1], 1
-    while half < n:
-        pairs = y.reshape(*x.shape[:-1], -1, 2, half)
-        a, b = pairs[..., 0, :], pairs[..., 1, :]
-        y = np.stack([a + b, a - b], axis=-2)
-        half *= 2
-    result: NDArray[Any] = y.reshape(x.shape) * x.dtype.type(n**-0.5)
-    return result
 
 
 def indexer_query(
@@ -54,7 +43,7 @@ def indexer_query(
         rows = q.astype(np.float32)
         rows[..., -rotary:] = rotate(rows[..., -rotary:], tokens[:, 1], cos_sin, "gptj")
         if transformed:
-            rows = hadamard(rows)
+            rows = walsh_hadamard(rows)
         values, scales = format.encode(rows)
         made = weights.astype(np.float32) * np.float32((dim * heads) ** -0.5)
         if format == KEY_FP8:

@@ -6,19 +6,20 @@ is in float32, stage by stage, as the kernel has it; rows are rounded to bfloat1
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from ..records import ROTARY, Format
+from ..records import ROTARY
 
-__all__ = ["entries", "kv_compress", "kv_save", "walsh_hadamard"]
+__all__ = ["entries", "kv_save", "walsh_hadamard"]
 
-Bytes = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
 
 
-def walsh_hadamard(x: Float32) -> Float32:
+def walsh_hadamard(x: NDArray[Any]) -> NDArray[Any]:
     """``H x / sqrt(n)`` on the last axis of n elements, a power of two, H in Sylvester's order."""
     n, h = x.shape[-1], 1
     while h < n:
@@ -26,7 +27,7 @@ def walsh_hadamard(x: Float32) -> Float32:
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         x = np.stack([a + b, a - b], axis=-2).reshape(x.shape)
         h *= 2
-    y: Float32 = x * np.float32(n**-0.5)
+    y: NDArray[Any] = x * x.dtype.type(n**-0.5)
     return y
 
 
@@ -83,29 +84,3 @@ def kv_save(tokens: Int32, ug: Float32, state: Float32, rings: Int32) -> Float32
         if request >= 0 and position >= end - cap:
             after[rings[request], position % cap] = ug[row]
     return after
-
-
-def kv_compress(
-    tokens: Int32,
-    ug: Float32,
-    state: Float32,
-    rings: Int32,
-    ape: Float32,
-    weight: Float32,
-    cos_sin: Float32,
-    format: Format,
-    pool: Bytes,
-    block_table: Int32,
-    page_size: int,
-    *,
-    ratio: int,
-    hadamard: bool = False,
-    eps: float = 1e-6,
-) -> tuple[Bytes, Float32]:
-    """What ``pool`` and ``state`` become."""
-    made, rows = entries(tokens, ug, state, rings, ape, weight, cos_sin, ratio=ratio, hadamard=hadamard, eps=eps)
-    requests, numbers = made.T
-    pages = block_table[requests, numbers // page_size % block_table.shape[1]]
-    after = pool.copy()
-    format.put(after, pages.astype(np.int64) * page_size + numbers % page_size, page_size, *format.encode(rows))
-    return after, kv_save(tokens, ug, state, rings)

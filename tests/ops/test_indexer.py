@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -22,8 +22,12 @@ from drvkit.ops.indexer import IndexerQueries, indexer_logits, indexer_query
 from drvkit.ops.step_tokens import StepTokens, plan_tokens
 from drvkit.records import KEY_BF16, KEY_FP8, KEY_MXFP4, KV_BF16, Format, Pages
 from drvkit.ref import indexer as ref
+from drvkit.ref.kv_compress import walsh_hadamard
 from drvkit.ref.step_tokens import step_tokens
 from drvkit.rope import Yarn, cos_sin_table
+
+if TYPE_CHECKING:
+    from conftest import WithOption
 
 bfloat16 = ml_dtypes.bfloat16
 POISON = np.float32(-12345.5)
@@ -168,8 +172,8 @@ def test_the_reference_multiplies_by_sylvesters_matrix(rng: np.random.Generator)
     while len(matrix) < DIM:
         matrix = np.kron([[1, 1], [1, -1]], matrix)
     x = rng.normal(size=(3, 5, DIM))
-    assert_close(ref.hadamard(x), x @ matrix / np.sqrt(DIM), rtol=0, atol=1e-13, why="float64")
-    assert_close(ref.hadamard(ref.hadamard(x)), x, rtol=0, atol=1e-13, why="it is its own inverse")
+    assert_close(walsh_hadamard(x), x @ matrix / np.sqrt(DIM), rtol=0, atol=1e-13, why="float64")
+    assert_close(walsh_hadamard(walsh_hadamard(x)), x, rtol=0, atol=1e-13, why="it is its own inverse")
 
 
 def test_the_reference_turns_queries_by_their_own_position(rng: np.random.Generator) -> None:
@@ -221,7 +225,7 @@ def test_a_transform_of_queries_and_keys_leaves_scores_as_they_are(rng: np.rando
     keys = Keys.of(rng, KEY_BF16, [37], 4)
     got = {}
     for of_keys in (False, True):
-        KEY_BF16.put(keys.pool, slots(keys, 0, 37), 4, *KEY_BF16.encode(ref.hadamard(rows) if of_keys else rows))
+        KEY_BF16.put(keys.pool, slots(keys, 0, 37), 4, *KEY_BF16.encode(walsh_hadamard(rows) if of_keys else rows))
         for of_queries in (False, True):
             made = ref.indexer_query(step.tokens(3), q, weights, TABLE, KEY_BF16, transformed=of_queries)
             got[of_keys, of_queries] = wanted(step, made, keys, 37)[0]
@@ -254,17 +258,9 @@ def queries(device: Device) -> Iterator[IndexerQueries]:
         yield queries
 
 
-class Shaped(Foreign):
-    """With a shape to ask for."""
-
-    def __init__(self, shape: Any, dtype: Any, address: int, strides: Any = None) -> None:
-        super().__init__(shape, dtype, address, strides)
-        self.shape = shape
-
-
-def far(shape: Any, dtype: Any, number: int, strides: Any = None) -> Shaped:
+def far(shape: Any, dtype: Any, number: int, strides: Any = None) -> Foreign:
     """Each far from all others, and from what a device has."""
-    return Shaped(shape, dtype, (number << 30) + (1 << 20), strides)
+    return Foreign(shape, dtype, (number << 30) + (1 << 20), strides)
 
 
 def fit(tokens: StepTokens, queries: IndexerQueries, **changes: Any) -> dict[str, Any]:
@@ -312,7 +308,7 @@ def test_the_kernels_go_by_the_operands(
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no tokens": ({"tokens": 3}, TypeError, "tokens: wanted a StepTokens, got int"),
-    "no queries": ({"queries": None}, TypeError, "queries: wanted a IndexerQueries, got NoneType"),
+    "no queries": ({"queries": None}, TypeError, "queries: wanted an IndexerQueries, got NoneType"),
     "float32": ({"q": far((6, 64, DIM), np.float32, 1)}, TypeError, "q: wanted .*bfloat16, got float32"),
     "other heads": ({"q": far((6, 32, DIM), np.uint16, 1)}, ValueError, r"q: wanted shape \(6, 64, 128\), got"),
     "other tokens": ({"q": far((5, 64, DIM), np.uint16, 1)}, ValueError, r"q: wanted shape \(6, 64, 128\), got"),
@@ -324,12 +320,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "odd stride": (
         {"q": far((6, 64, DIM), np.uint16, 1, (64 * 256 + 8, 256, 2))},
         ValueError,
-        "q: wanted an address and strides that are multiples of 16 bytes",
+        "q: wanted an address and strides, none negative, that are multiples of 16 bytes",
     ),
     "odd address": (
         {"q": Foreign((6, 64, DIM), np.uint16, 8)},
         ValueError,
-        "q: wanted an address and strides that are",
+        "q: wanted an address and strides, none negative, that are",
     ),
     "other weights": ({"weights": far((6, 32), np.float32, 2)}, ValueError, r"weights: wanted shape \(6, 64\), got"),
     "weights of float16": ({"weights": far((6, 64), np.float16, 2)}, TypeError, "weights: .*got float16"),
@@ -362,7 +358,7 @@ def pages(format: Format = KEY_FP8, size: int = 64, width: int = 2, requests: in
 
 
 WRONG_LOGITS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no queries": ({"queries": far((6, 64), np.uint8, 1)}, TypeError, "queries: wanted a IndexerQueries, got Shaped"),
+    "no queries": ({"queries": far((6, 64), np.uint8, 1)}, TypeError, "queries: wanted an IndexerQueries, got Foreign"),
     "another format": ({"keys": pages(KEY_MXFP4)}, ValueError, "keys: wanted rows of fp8 of 128, got mxfp4 of 128"),
     "no pages": ({"keys": 5}, TypeError, "keys: wanted a Pages, got int"),
     "other requests": ({"keys": pages(requests=2)}, ValueError, r"keys: block_table: wanted shape \(3, pages"),
@@ -626,26 +622,6 @@ def test_one_graph_serves_every_step(
 # ---- what only the device can know to be wrong -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def with_options() -> Iterator[Any]:
-    """A function that has the ops' kernels compiled with an option."""
-    with pytest.MonkeyPatch.context() as patch:
-        modules = []
-
-        def set_option(device: Device, option: str) -> None:
-            modules.append(device.module("indexer", options=[option]))
-            whole = ops.kernel
-            patch.setattr(
-                ops,
-                "kernel",
-                lambda of, source, name: modules[-1].kernel(name) if source == "indexer" else whole(of, source, name),
-            )
-
-        yield set_option
-        for module in modules:
-            module.close()
-
-
 def score_outside(
     device: Device, format: Format, q: NDArray[Any], keys: NDArray[Any], position: int, page: int
 ) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -692,9 +668,9 @@ def test_the_cpu_device_reports_what_is_outside(
 
 @pytest.mark.parametrize(("position", "page"), [each[:2] for each in OUTSIDE.values()], ids=OUTSIDE)
 def test_a_gpu_stays_inside_its_memory(
-    device: Device, with_options: Any, rng: np.random.Generator, position: int, page: int
+    device: Device, with_option: WithOption, rng: np.random.Generator, position: int, page: int
 ) -> None:
-    with_options(device, "-UDRVKIT_CPU_DEVICE")
+    with_option(device, "indexer", "-UDRVKIT_CPU_DEVICE")
     q, keys = rng.normal(size=(1, 8, DIM)).astype(bfloat16), rng.normal(size=(8, DIM)).astype(bfloat16)
     values, logits = score_outside(device, KEY_BF16, q, keys, position, page)
     at = np.array([[0, min(position, 49), 0, 0]], np.int32)

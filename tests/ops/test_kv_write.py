@@ -4,7 +4,6 @@ references."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
@@ -25,7 +24,7 @@ from drvkit.ref.paged_attention import gather_pages
 from drvkit.source import Source
 
 if TYPE_CHECKING:
-    from conftest import Values
+    from conftest import Values, WithOption
 
     from drvkit.graph import Graph
 
@@ -580,21 +579,6 @@ def test_nothing_is_launched_for_no_tokens(device: Device, stream: Stream) -> No
 # ---- what only the device can know to be wrong -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def with_options() -> Iterator[Any]:
-    """A function that has the ops' kernels compiled with an option."""
-    with pytest.MonkeyPatch.context() as patch:
-        modules = []
-
-        def set_option(device: Device, option: str) -> None:
-            modules.append(device.module("kv_write", options=[option]))
-            patch.setattr(ops, "kernel", lambda device, source, name: modules[-1].kernel(name))
-
-        yield set_option
-        for module in modules:
-            module.close()
-
-
 OUTSIDE: dict[str, tuple[list[int], list[int], str]] = {
     "slot": ([3, -1, 32], [0, 9, 3], r"slots\[2\] is 32: the pool has 2 pages of 16 tokens"),
     "large slot": ([3, 2**40, 1], [0, 0, 3], r"slots\[1\] is 1099511627776: the pool has 2"),
@@ -625,10 +609,10 @@ def write_outside(device: Device, slots: list[int], positions: list[int]) -> tup
 
 @pytest.mark.parametrize(("slots", "positions", "told"), OUTSIDE.values(), ids=OUTSIDE)
 def test_the_cpu_device_reports_what_is_outside(
-    with_options: Any, capsys: pytest.CaptureFixture[str], slots: list[int], positions: list[int], told: str
+    with_option: WithOption, capsys: pytest.CaptureFixture[str], slots: list[int], positions: list[int], told: str
 ) -> None:
     victim = Device("cpu:5")
-    with_options(victim, "-DDRVKIT_CPU_DEVICE")
+    with_option(victim, "kv_write", "-DDRVKIT_CPU_DEVICE")
     with pytest.raises(DriverError, match="LAUNCH_FAILED"):
         write_outside(victim, slots, positions)
     assert re.fullmatch(f"{told}.*\n", capsys.readouterr().out)
@@ -636,9 +620,9 @@ def test_the_cpu_device_reports_what_is_outside(
 
 @pytest.mark.parametrize(("slots", "positions", "told"), OUTSIDE.values(), ids=OUTSIDE)
 def test_a_gpu_stays_inside_its_memory(
-    device: Device, with_options: Any, slots: list[int], positions: list[int], told: str
+    device: Device, with_option: WithOption, slots: list[int], positions: list[int], told: str
 ) -> None:
-    with_options(device, "-UDRVKIT_CPU_DEVICE")
+    with_option(device, "kv_write", "-UDRVKIT_CPU_DEVICE")
     got, want = write_outside(device, slots, positions)
     assert_equal_bits(got, want, any_nan=True)
 
@@ -672,10 +656,10 @@ def map_nowhere(device: Device, positions: list[int], requests: list[int]) -> tu
 
 @pytest.mark.parametrize(("positions", "requests", "told"), NO_PLACE.values(), ids=NO_PLACE)
 def test_the_cpu_device_reports_a_token_without_a_place(
-    with_options: Any, capsys: pytest.CaptureFixture[str], positions: list[int], requests: list[int], told: str
+    with_option: WithOption, capsys: pytest.CaptureFixture[str], positions: list[int], requests: list[int], told: str
 ) -> None:
     victim = Device("cpu:5")
-    with_options(victim, "-DDRVKIT_CPU_DEVICE")
+    with_option(victim, "kv_write", "-DDRVKIT_CPU_DEVICE")
     with pytest.raises(DriverError, match="LAUNCH_FAILED"):
         map_nowhere(victim, positions, requests)
     assert re.fullmatch(told, capsys.readouterr().out)
@@ -683,9 +667,9 @@ def test_the_cpu_device_reports_a_token_without_a_place(
 
 @pytest.mark.parametrize(("positions", "requests", "told"), NO_PLACE.values(), ids=NO_PLACE)
 def test_a_gpu_takes_a_token_without_a_place_for_padding(
-    device: Device, with_options: Any, positions: list[int], requests: list[int], told: str
+    device: Device, with_option: WithOption, positions: list[int], requests: list[int], told: str
 ) -> None:
-    with_options(device, "-UDRVKIT_CPU_DEVICE")
+    with_option(device, "kv_write", "-UDRVKIT_CPU_DEVICE")
     got, want = map_nowhere(device, positions, requests)
     assert -1 in want
     assert_equal_bits(got, want)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -24,6 +24,9 @@ from drvkit.records import KEY_FP8, KV_BF16, KV_FP8, Format, Pages
 from drvkit.ref import query_kv as ref
 from drvkit.ref.step_tokens import step_tokens
 from drvkit.rope import cos_sin_table
+
+if TYPE_CHECKING:
+    from conftest import WithOption
 
 bfloat16 = ml_dtypes.bfloat16
 POISON = 0xA5
@@ -109,19 +112,11 @@ def fit(**changes: Any) -> dict[str, Any]:
 
 def window(format: Format = KV_FP8, **changes: Any) -> Pages:
     given: dict[str, Any] = {
-        "pool": Shaped((9, format.page_bytes(64)), np.uint8, 5 << 20),
-        "block_table": Shaped((3, 2), np.int32, 6 << 20),
+        "pool": Foreign((9, format.page_bytes(64)), np.uint8, 5 << 20),
+        "block_table": Foreign((3, 2), np.int32, 6 << 20),
         "page_size": 64,
     } | changes
     return Pages(format, **given)
-
-
-class Shaped(Foreign):
-    """With a shape to ask for."""
-
-    def __init__(self, shape: Any, dtype: Any, address: int) -> None:
-        super().__init__(shape, dtype, address)
-        self.shape = shape
 
 
 HALF = Foreign((4, 6, 512), np.uint16, 7 << 20, (2048 * 6, 1024, 2))
@@ -185,7 +180,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "out in the pool": ({"out": Foreign((4, 6, 512), np.uint16, 5 << 20)}, ValueError, "overlaps window.pool at"),
     "kv in the pool": ({"kv": Foreign((4, 512), np.uint16, 5 << 20)}, ValueError, "window.pool at .* overlaps kv at"),
     "its own table": (
-        {"window": window(block_table=Shaped((3, 2), np.int32, 5 << 20))},
+        {"window": window(block_table=Foreign((3, 2), np.int32, 5 << 20))},
         ValueError,
         "window.pool at .* overlaps window.block_table at",
     ),
@@ -421,21 +416,6 @@ def test_one_graph_serves_every_step(
 # ---- what only the device can know to be wrong -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def with_options() -> Iterator[Any]:
-    """A function that has the op's kernels compiled with an option."""
-    with pytest.MonkeyPatch.context() as patch:
-        modules = []
-
-        def set_option(device: Device, option: str) -> None:
-            modules.append(device.module("query_kv", options=[option]))
-            patch.setattr(ops, "kernel", lambda device, source, name: modules[-1].kernel(name))
-
-        yield set_option
-        for module in modules:
-            module.close()
-
-
 OUTSIDE: dict[str, tuple[int, int, str]] = {
     "position": (2000, 1, r"row 1 is at position 2000: cos_sin has 2000 rows"),
     "page": (70, 9, r"block_table\[0\]\[1\] is 9: the pool has 9 pages"),
@@ -468,18 +448,20 @@ def run_outside(device: Device, position: int, page: int) -> tuple[NDArray[Any],
 
 @pytest.mark.parametrize(("position", "page", "told"), OUTSIDE.values(), ids=OUTSIDE)
 def test_the_cpu_device_reports_what_is_outside(
-    with_options: Any, capsys: pytest.CaptureFixture[str], position: int, page: int, told: str
+    with_option: WithOption, capsys: pytest.CaptureFixture[str], position: int, page: int, told: str
 ) -> None:
     victim = Device("cpu:5")
-    with_options(victim, "-DDRVKIT_CPU_DEVICE")
+    with_option(victim, "query_kv", "-DDRVKIT_CPU_DEVICE")
     with pytest.raises(DriverError, match="LAUNCH_FAILED"):
         run_outside(victim, position, page)
     assert re.match(told, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(("position", "page", "told"), OUTSIDE.values(), ids=OUTSIDE)
-def test_a_gpu_stays_inside_its_memory(device: Device, with_options: Any, position: int, page: int, told: str) -> None:
-    with_options(device, "-UDRVKIT_CPU_DEVICE")
+def test_a_gpu_stays_inside_its_memory(
+    device: Device, with_option: WithOption, position: int, page: int, told: str
+) -> None:
+    with_option(device, "query_kv", "-UDRVKIT_CPU_DEVICE")
     queries, pool, want, want_pool = run_outside(device, position, page)
     assert_close(queries.astype(np.float64), want, **ONE_ROUNDING)  # type: ignore[arg-type]
     assert_equal_bits(pool, want_pool)

@@ -95,8 +95,8 @@ class Operands:
 
     def __init__(self, stack: ExitStack, device: Device, step: Step) -> None:
         self.step, self.stack, self.device = step, stack, device
-        self.tokens = StepTokens(device, max_tokens=step.rows, max_requests=len(step.requests), max_length=1 << 20)
-        stack.enter_context(self.tokens)
+        sizes = {"max_tokens": step.rows, "max_requests": len(step.requests), "max_length": step.lengths.max()}
+        self.tokens = stack.enter_context(StepTokens(device, **sizes))
         self.q_starts, self.lengths, self.q = map(self.put, (step.q_starts, step.lengths, step.q))
         self.window = self.pages(step.window)
         self.out = self.put(np.full(step.q.shape, np.nan, bf16))
@@ -290,12 +290,19 @@ def test_results_may_be_where_the_queries_are(stream: Stream, rng: np.random.Gen
         assert_equal_bits(operands.results(stream)[0], want[0])
 
 
-def test_the_cpu_device_reports_an_entry_that_a_token_does_not_see(
-    capfd: pytest.CaptureFixture[str], rng: np.random.Generator
+@pytest.mark.parametrize(
+    ("pages", "entry", "told"),
+    [
+        (4, 50, "row 0 attends to entry 50, and sees 50"),
+        (2, 49, "row 0 attends to positions from 74 on, and its request has 203 tokens: the window has room for 128"),
+    ],
+)
+def test_the_cpu_device_reports_rows_that_are_not_there(
+    capfd: pytest.CaptureFixture[str], rng: np.random.Generator, pages: int, entry: int, told: str
 ) -> None:
-    step = Step(rng, [(2, 203)], k=8)  # at positions 201 and 202
+    step = Step(rng, [(2, 203)], k=8, window_pages=pages)  # at positions 201 and 202
     assert step.indices is not None
-    step.indices[0, 7] = 50
+    step.indices[0, 7] = entry
     victim = Device("cpu:5")
     with victim.stream() as stream, ExitStack() as stack:
         operands = Operands(stack, victim, step)
@@ -304,7 +311,7 @@ def test_the_cpu_device_reports_an_entry_that_a_token_does_not_see(
             stream.synchronize()
         victim.driver.cuDevicePrimaryCtxReset(victim.handle)
     ops.release(victim)
-    assert "row 0 attends to entry 50, and sees 50" in capfd.readouterr().out
+    assert told in capfd.readouterr().out
 
 
 # ---- the op's checks -----------------------------------------------------------------------------------------------
@@ -318,20 +325,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch, device: Device) -> Recorder:
     return recorder
 
 
-def pages(form: Format, size: int, at: int, pages: int = 9, width: int = 4) -> Pages:
+def pages(form: Format, size: Any, at: int, pages: int = 9, width: int = 4) -> Pages:
     pool = Foreign((pages, form.page_bytes(size)), np.uint8, at << 24)
-    return Pages(
-        form,
-        Shaped(pool, (pages, form.page_bytes(size))),
-        Shaped(Foreign((3, width), np.int32, (at << 24) + (1 << 23)), (3, width)),
-        size,
-    )
-
-
-class Shaped:
-    def __init__(self, foreign: Foreign, shape: tuple[int, ...]) -> None:
-        self.__cuda_array_interface__ = foreign.__cuda_array_interface__
-        self.shape = shape
+    return Pages(form, pool, Foreign((3, width), np.int32, (at << 24) + (1 << 23)), size)
 
 
 def fit(rows: StepTokens, **changes: Any) -> dict[str, Any]:
@@ -357,7 +353,7 @@ def fit(rows: StepTokens, **changes: Any) -> dict[str, Any]:
         ({"indices": None}, "0,false", 1),
         ({"entries": None, "indices": None, "ratio": None, "sinks": None, "cos_sin": None, "lse": None}, "0,false", 1),
         (
-            {"window": pages(KV_BF16, 64, 2), "entries": pages(KV_BF16, 2, 4), "ratio": 128, "indices": None},
+            {"window": pages(KV_BF16, np.int64(64), 2), "entries": pages(KV_BF16, 2, 4), "ratio": 128, "indices": None},
             "1,false",
             1,
         ),
@@ -376,7 +372,7 @@ def fit(rows: StepTokens, **changes: Any) -> dict[str, Any]:
 def test_the_kernel_goes_by_the_operands(
     device: Device, recorder: Any, changes: dict[str, Any], function: str, blocks: int
 ) -> None:
-    with StepTokens(device, max_tokens=8, max_requests=3) as tokens:
+    with StepTokens(device, max_tokens=8, max_requests=3, max_length=1024) as tokens:
         assert sparse_attention(recorder, **fit(tokens, **changes), name="attend") == "kernel node"  # type: ignore[comparison-overlap]
         ((kernel, how),) = recorder.calls
         assert kernel == f"sparse_attention: sparse_attention<{function}>"
@@ -400,6 +396,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "half": ({"window_size": 1.5}, TypeError, "window_size: wanted an integer, got 1.5"),
     "ratio": ({"ratio": 8}, ValueError, "ratio: wanted one of 4, 128, got 8"),
     "no ratio": ({"ratio": None}, ValueError, "ratio: wanted one of 4, 128, got None"),
+    "few entries": (
+        {"entries": pages(KV_FP8, 64, 4, width=3)},
+        ValueError,
+        "entries: 1024 tokens have 256 entries, the block table room for 192",
+    ),
     "no entries": ({"entries": None, "ratio": None}, ValueError, "indices is given without entries"),
     "indices": ({"indices": Foreign((7, 32), np.int32, 5 << 24)}, ValueError, r"indices: wanted shape \(8, k\)"),
     "sinks": ({"sinks": Foreign((63,), np.float32, 6 << 24)}, ValueError, r"sinks: wanted shape \(64,\)"),
@@ -426,7 +427,7 @@ def test_an_operand_that_does_not_fit_is_named(
     device: Device, recorder: Any, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with (
-        StepTokens(device, max_tokens=8, max_requests=3) as tokens,
+        StepTokens(device, max_tokens=8, max_requests=3, max_length=1024) as tokens,
         pytest.raises(error, match=f"^sparse_attention: {message}"),
     ):
         sparse_attention(recorder, **fit(tokens, **changes))
@@ -435,7 +436,7 @@ def test_an_operand_that_does_not_fit_is_named(
 def test_other_architectures_are_refused(device: Device, recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "compute_capability", property(lambda self: (8, 0)))
     with (
-        StepTokens(device, max_tokens=8, max_requests=3) as tokens,
+        StepTokens(device, max_tokens=8, max_requests=3, max_length=1024) as tokens,
         pytest.raises(ValueError, match=r"has compute capability 8\.0: wanted 9\.0"),
     ):
         sparse_attention(recorder, **fit(tokens))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -16,6 +16,9 @@ from drvkit.driver import DriverError
 from drvkit.graph import Graph
 from drvkit.ops.step_tokens import StepTokens, plan_tokens
 from drvkit.ref import step_tokens as ref
+
+if TYPE_CHECKING:
+    from conftest import WithOption
 
 
 def starts_of(rows: list[int]) -> NDArray[np.int32]:
@@ -99,6 +102,38 @@ def test_the_cpu_device_reports_a_step_that_cannot_be(
 
 
 @pytest.mark.parametrize(
+    ("starts", "lengths", "told"),
+    [
+        ([0, 9, 20, 41], [9, 11, 21], [9, 11, 0]),
+        ([0, 9, 20, 50], [9, 11, 30], [9, 11, 0]),
+        ([-3, 9, 20, 30], [12, 11, 10], [0, 11, 10]),
+        ([0, 9, 20, 30], [9, 10, 513], [9, 0, 0]),
+        ([0, 9, 50, 2**31 - 1], [9, 41, 2**31 - 1], [9, 0, 0]),
+        ([4, 9, 20, 30], [5, 11, 10], [5, 11, 10]),
+    ],
+)
+def test_a_gpu_takes_the_rows_of_a_request_that_cannot_be_for_padding(
+    device: Device, stream: Stream, with_option: WithOption, starts: list[int], lengths: list[int], told: list[int]
+) -> None:
+    with_option(device, "step_tokens", "-UDRVKIT_CPU_DEVICE")
+    with (
+        StepTokens(device, max_tokens=40, max_requests=3, max_length=512) as tokens,
+        device.array(np.array(starts, np.int32)) as q_starts,
+        device.array(np.array(lengths, np.int32)) as ends,
+    ):
+        plan_tokens(stream, tokens, q_starts, ends)
+        rows, four, _, completed = results(tokens, stream)
+    want = np.zeros((40, 4), np.int32)
+    want[:, 0] = -1
+    for request, (first, n) in enumerate(zip(starts, told, strict=False)):
+        for i in range(n):
+            want[first + i] = (request, lengths[request] - n + i, lengths[request] - n, lengths[request])
+    assert_equal_bits(rows, want)
+    assert_equal_bits(four, np.where(want[:, 0] < 0, 0, (want[:, 1] + 1) // 4).astype(np.int32))
+    assert completed[0] == sum(length // 4 - (length - n) // 4 for length, n in zip(lengths, told, strict=True) if n)
+
+
+@pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"q_starts": np.zeros(3, np.int32)}, ValueError, r"q_starts: wanted shape \(4,\), got \(3,\)"),
@@ -119,11 +154,17 @@ def test_an_operand_that_does_not_fit_is_named(
         arrays = {name: device.array(each) if name != "tokens" else each for name, each in given.items()}
         with pytest.raises(error, match=f"^plan_tokens: {message}"):
             plan_tokens(stream, **arrays)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="overlaps q_starts"):
-            plan_tokens(stream, tokens, tokens.entries[4][:4], tokens.entries[4][4:7])
         for name, each in arrays.items():
             if name != "tokens":
                 each.close()
+
+
+def test_what_is_written_is_not_read(device: Device, stream: Stream) -> None:
+    with (
+        StepTokens(device, max_tokens=8, max_requests=3) as tokens,
+        pytest.raises(ValueError, match=r"^plan_tokens: tokens at .* overlaps q_starts"),
+    ):
+        plan_tokens(stream, tokens, tokens.entries[4][:4], tokens.entries[4][4:7])
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_requests", "max_length"])

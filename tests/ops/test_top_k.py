@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,6 +19,9 @@ from drvkit.driver import DriverError
 from drvkit.graph import Graph
 from drvkit.ops.top_k import blocks_of_row, top_k
 from drvkit.ref import top_k as ref
+
+if TYPE_CHECKING:
+    from conftest import WithOption
 
 Scores = NDArray[np.float32]
 Rng = np.random.Generator
@@ -279,13 +282,10 @@ def test_the_cpu_device_reports_a_length_beyond_the_row(capfd: pytest.CaptureFix
 
 
 def test_a_gpu_takes_the_row_for_a_length_beyond_it(
-    device: Device, stream: Stream, rng: Rng, monkeypatch: pytest.MonkeyPatch
+    device: Device, stream: Stream, rng: Rng, with_option: WithOption
 ) -> None:
     scores = rng.normal(size=(2, 64)).astype(np.float32)
-    with (
-        device.module("top_k", options=["-UDRVKIT_CPU_DEVICE"]) as module,
-        device.array(np.append(scores, np.full_like(scores, np.inf), axis=0)) as memory,
-    ):
-        monkeypatch.setattr(ops, "kernel", lambda device, source, name: module.kernel(name))
+    with_option(device, "top_k", "-UDRVKIT_CPU_DEVICE")
+    with device.array(np.append(scores, np.full_like(scores, np.inf), axis=0)) as memory:
         got = run(stream, memory[:2], [64, 2**31 - 1], 8)
     assert_equal_bits(got, ref.top_k(scores, np.array([64, 64], np.int32), 8))
