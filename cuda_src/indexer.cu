@@ -30,16 +30,6 @@ constexpr int kTokens = 4;  // of a request, that share the keys which a block h
 constexpr int kEntries = 32;  // of a warp at a time
 constexpr int kQueryBytes = 2 * kHeads * kDim;  // of a token, in shared memory
 
-// What products are made of: in it every number of the format is exact.
-template <int kFormat>
-struct Factor {
-  using type = __nv_bfloat16;
-};
-template <>
-struct Factor<dk::kKeyFp8> {
-  using type = __half;
-};
-
 // Eight e2m1 times a power of two, as pairs of bfloat16: (0, 4), (1, 5), (2, 6), (3, 7). `scale` is its exponent + 127.
 __device__ void widen_e2m1(unsigned eight, unsigned scale, unsigned* pairs) {
   const unsigned power = scale << 7 | scale << 23;
@@ -90,10 +80,7 @@ struct Quarter {
 struct Row {
   float x[kChunks][8];
 
-  __device__ void load(int k, uint4 raw) {
-    const unsigned words[] = {raw.x, raw.y, raw.z, raw.w};
-    for (int j = 0; j < 8; ++j) x[k][j] = __uint_as_float(j % 2 ? words[j / 2] & 0xffff0000 : words[j / 2] << 16);
-  }
+  __device__ void load(int k, uint4 raw) { dk::floats_of(raw, x[k]); }
 
   // Times the Hadamard matrix of 128 (Sylvester's order) / sqrt(128). All lanes of a warp come here together.
   __device__ void transform(int lane) {
@@ -246,7 +233,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                    const unsigned char* pool, const int* block_table, float* logits, int pages, int table_width,
                    int page_bits, long long page_bytes, int heads, int width, int skip_up_to) {
   static_assert(kWarps * 16 == 2 * kHeads && kTokens == 4, "a warp stages 16 heads of two tokens");
-  using T = typename Factor<kFormat>::type;
+  using T = typename dk::RowFactor<kFormat>::type;
   using Keys = Quarter<kFormat>;
   constexpr int kValueBytes = dk::Record<kFormat>::kValueBytes, kScaleBytes = dk::Record<kFormat>::kScaleBytes;
   extern __shared__ __align__(16) unsigned char shared[];

@@ -26,20 +26,10 @@ constexpr int kWarps = 8;
 __device__ uint4 load(const __nv_bfloat16* from) { return *reinterpret_cast<const uint4*>(from); }
 __device__ void store(void* to, uint4 row) { *static_cast<uint4*>(to) = row; }
 
-__device__ void widened(uint4 row, float (&x)[kPerPart]) {
-  const unsigned words[] = {row.x, row.y, row.z, row.w};
-  for (int i = 0; i < 4; ++i) {
-    x[2 * i] = __uint_as_float(words[i] << 16);
-    x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000);
-  }
-}
 __device__ uint4 rounded(const float (&x)[kPerPart]) {
-  unsigned words[4];
-  for (int i = 0; i < 4; ++i) {
-    const __nv_bfloat162 two = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
-    words[i] = reinterpret_cast<const unsigned&>(two);
-  }
-  return {words[0], words[1], words[2], words[3]};
+  using dk::pair;
+  return {pair<__nv_bfloat16>(x[0], x[1]), pair<__nv_bfloat16>(x[2], x[3]), pair<__nv_bfloat16>(x[4], x[5]),
+          pair<__nv_bfloat16>(x[6], x[7])};
 }
 
 // Elements [first, first + 8) of a row into its record. All of a warp come here, eight lanes with the elements of a block.
@@ -51,7 +41,7 @@ __device__ void store_record(uint4 row, int first, unsigned char* values, unsign
     static_assert(kFormat == dk::kKvFp8, "a row of the window is e4m3 or bfloat16");
     constexpr int kNarrow = kDim - dk::kRotary;  // elements that become e4m3
     float x[kPerPart];
-    widened(row, x);
+    dk::floats_of(row, x);
     float largest = fabsf(x[0]);  // not from 0: where all are NaN it is NaN, as the reference has it
     for (int j = 1; j < kPerPart; ++j) largest = fmaxf(largest, fabsf(x[j]));
     for (int step = 4; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
@@ -124,7 +114,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 
   float x[kPerPart], y[kPerPart];  // of the low part and the high one
-  widened(low, x), widened(high, y);
+  dk::floats_of(low, x), dk::floats_of(high, y);
   float squares[2] = {};
   for (int j = 0; j < kPerPart; ++j) {
     squares[0] = __fmaf_rn(x[j], x[j], squares[0]);

@@ -1,7 +1,6 @@
 // Rows over the root of their mean square (RMSNorm), each element times its weight.
 
 #include "dk/memory_order.cuh"
-#include "dk/mma.cuh"
 #include "dk/vec.cuh"
 
 namespace {
@@ -41,11 +40,8 @@ __global__ void __launch_bounds__(32 * kMostWarps)
 
   float elements[kPieces][kPiece], sum = 0.0f;
   for (int i = 0; i < kPieces; ++i) {
-    const unsigned words[] = {pieces[i].x, pieces[i].y, pieces[i].z, pieces[i].w};
-    for (int j = 0; j < kPiece; ++j) {
-      elements[i][j] = __uint_as_float(j % 2 ? words[j / 2] & 0xffff0000 : words[j / 2] << 16);
-      sum = __fmaf_rn(elements[i][j], elements[i][j], sum);
-    }
+    dk::floats_of(pieces[i], elements[i]);
+    for (int j = 0; j < kPiece; ++j) sum = __fmaf_rn(elements[i][j], elements[i][j], sum);
   }
   for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
   if (thread % 32 == 0) squares[thread / 32] = sum;

@@ -15,10 +15,12 @@
 
 #include "dk/async_copy.cuh"
 #include "dk/attention.cuh"
+#include "dk/check.cuh"
 #include "dk/memory_order.cuh"
 #include "dk/records.cuh"
 #include "dk/rope.cuh"
 #include "dk/step_tokens.cuh"
+#include "dk/vec.cuh"
 #include "dk/warpgroup.cuh"
 
 #ifdef DK_SM90A
@@ -32,16 +34,6 @@ constexpr unsigned kTileBytes = kDim / 64 * kPanel;
 // The block's barriers; two each of those of tiles, and of what a warpgroup has made.
 constexpr int kQueries = 1, kFull = 2, kEmpty = 4, kProbable = 6, kRaised = 8, kMade = 10, kSummed = 12, kStaged = 13,
               kFound = 14;
-
-// What products are made of. Rows of 8 bits become halves: probabilities have more bits in them, and widening is cheap.
-template <int kFormat>
-struct Factor {
-  using type = __nv_bfloat16;
-};
-template <>
-struct Factor<dk::kKvFp8> {
-  using type = __half;
-};
 
 // Where a row is.
 struct Found {
@@ -80,12 +72,9 @@ __device__ inline void widen(const uint4& coded, __half2 factor, uint4& low, uin
   high = {times(dk::halves(coded.z), factor), times(dk::halves(coded.z >> 16), factor),
           times(dk::halves(coded.w), factor), times(dk::halves(coded.w >> 16), factor)};
 }
-// Two bfloat16 as floats, and as halves.
-__device__ inline float2 floats(unsigned pair) {
-  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
-}
+// Of two bfloat16.
 __device__ inline unsigned halves_of(unsigned pair) {
-  const float2 both = floats(pair);
+  const float2 both = dk::floats_of(pair);
   return dk::pair<__half>(both.x, both.y);
 }
 __device__ inline uint4 halves_of(const uint4& pairs) {
@@ -144,7 +133,7 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
 #ifdef DK_SM90A
   static_assert(dk::Record<kFormat>::kDim == kDim, "rows of keys and values");
   constexpr bool k8Bit = kFormat == dk::kKvFp8;
-  using T = typename Factor<kFormat>::type;
+  using T = typename dk::RowFactor<kFormat>::type;
 
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);

@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include "mma.cuh"
-
 namespace dk {
 
 // A policy for what is read once: it is the first to leave the L2 cache, so what is read again stays there.

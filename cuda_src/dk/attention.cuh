@@ -8,6 +8,7 @@
 
 #include "check.cuh"
 #include "mma.cuh"
+#include "vec.cuh"
 
 namespace dk {
 

@@ -4,6 +4,8 @@
 
 namespace dk {
 
+__device__ inline unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+
 // Add 1 to *counter, or make it 0 where it is `last` already; gives what it was. What this thread wrote, and what others
 // wrote that it has met at a barrier since, is seen by whom a later one of these tells of it.
 __device__ inline unsigned count_acq_rel_gpu(unsigned* counter, unsigned last) {
@@ -146,7 +148,7 @@ __device__ inline void wait_acquire_cluster() {
 // `value` at the place that `p` is in this block's shared memory, but in that of block `block` of the cluster.
 __device__ inline void store_shared_cluster(float* p, unsigned block, float value) {
 #if __CUDA_ARCH__ >= 900
-  const unsigned here = static_cast<unsigned>(__cvta_generic_to_shared(p));
+  const unsigned here = shared_address(p);
   unsigned there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
@@ -158,7 +160,7 @@ __device__ inline void store_shared_cluster(unsigned* p, unsigned block, unsigne
 // Add to what is there; what others add at the same time is not lost, and nothing is ordered.
 __device__ inline void add_relaxed_shared_cluster(unsigned* p, unsigned block, unsigned value) {
 #if __CUDA_ARCH__ >= 900
-  const unsigned here = static_cast<unsigned>(__cvta_generic_to_shared(p));
+  const unsigned here = shared_address(p);
   unsigned there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
   asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(there), "r"(value) : "memory");
@@ -189,7 +191,7 @@ __device__ inline void store_shared_cluster_16(unsigned address, unsigned block,
 __device__ inline void init_mbarrier_release_cluster(unsigned long long* mbarrier, int arrivals) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(
-                   static_cast<unsigned>(__cvta_generic_to_shared(mbarrier))),
+                   shared_address(mbarrier)),
                "r"(arrivals)
                : "memory");
 #endif
@@ -197,7 +199,7 @@ __device__ inline void init_mbarrier_release_cluster(unsigned long long* mbarrie
 // Arrive at block `block`'s, which has to wait for `bytes` more. Orders nothing: the bytes do, as they come.
 __device__ inline void expect_relaxed_cluster(unsigned long long* mbarrier, unsigned block, unsigned bytes) {
 #if __CUDA_ARCH__ >= 900
-  const unsigned here = static_cast<unsigned>(__cvta_generic_to_shared(mbarrier));
+  const unsigned here = shared_address(mbarrier);
   unsigned there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
   asm volatile("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(there), "r"(bytes)
@@ -208,8 +210,7 @@ __device__ inline void expect_relaxed_cluster(unsigned long long* mbarrier, unsi
 __device__ inline void store_async_release_cluster_8(void* p, unsigned block, uint2 value,
                                                      unsigned long long* mbarrier) {
 #if __CUDA_ARCH__ >= 900
-  const unsigned here[2] = {static_cast<unsigned>(__cvta_generic_to_shared(p)),
-                            static_cast<unsigned>(__cvta_generic_to_shared(mbarrier))};
+  const unsigned here[2] = {shared_address(p), shared_address(mbarrier)};
   unsigned there[2];
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there[0]) : "r"(here[0]), "r"(block));
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there[1]) : "r"(here[1]), "r"(block));
@@ -219,7 +220,8 @@ __device__ inline void store_async_release_cluster_8(void* p, unsigned block, ui
                : "memory");
 #endif
 }
-// Until the first phase of this block's mbarrier is over; what came with its bytes is seen.
+// Until the first phase of this block's mbarrier is over; what came with its bytes is seen. Those who send them are of the
+// cluster, so they run: the wait ends.
 __device__ inline void wait_mbarrier_acquire_cluster(unsigned long long* mbarrier) {
 #if __CUDA_ARCH__ >= 900
   unsigned over = 0;
@@ -228,7 +230,7 @@ __device__ inline void wait_mbarrier_acquire_cluster(unsigned long long* mbarrie
         "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n\t"
         "selp.u32 %0, 1, 0, p;\n\t}"
         : "=r"(over)
-        : "r"(static_cast<unsigned>(__cvta_generic_to_shared(mbarrier)))
+        : "r"(shared_address(mbarrier))
         : "memory");
 #endif
 }

@@ -12,8 +12,6 @@
 
 namespace dk {
 
-__device__ inline unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
-
 // Four 8 x 8 matrices of 16-bit elements; lanes 8i..8i+7 give the addresses of the rows of matrix i.
 __device__ inline void load_matrices(unsigned (&m)[4], unsigned row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -48,20 +46,6 @@ __device__ inline void mma<__nv_bfloat16>(float (&d)[4], const unsigned (&a)[4],
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// Two floats as a pair of T, `low` in the low half.
-template <typename T>
-__device__ unsigned pair(float low, float high);
-template <>
-__device__ inline unsigned pair<__half>(float low, float high) {
-  const __half2 both = __floats2half2_rn(low, high);
-  return reinterpret_cast<const unsigned&>(both);
-}
-template <>
-__device__ inline unsigned pair<__nv_bfloat16>(float low, float high) {
-  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<const unsigned&>(both);
 }
 
 }  // namespace dk

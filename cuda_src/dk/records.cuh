@@ -28,6 +28,21 @@ struct Record {
   static constexpr int kScaleBytes = kFormat == kKvFp8 ? 8 : kFormat == kKeyMxfp4 || kFormat == kKeyFp8 ? 4 : 0;
 };
 
+// What products of rows are made of: to bfloat16 all numbers of the other formats are exact, but e4m3 becomes a half by
+// one instruction, and a half has the more bits.
+template <int kFormat>
+struct RowFactor {
+  using type = __nv_bfloat16;
+};
+template <>
+struct RowFactor<kKvFp8> {
+  using type = __half;
+};
+template <>
+struct RowFactor<kKeyFp8> {
+  using type = __half;
+};
+
 // A pool of pages, as it comes into a kernel.
 template <int kFormat, typename Byte>
 struct PagesOf {

@@ -37,6 +37,29 @@ __device__ inline __half from_float<__half>(float value) { return __float2half_r
 template <>
 __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float value) { return __float2bfloat16_rn(value); }
 
+// Two floats as a pair of T, `low` in the low half.
+template <typename T>
+__device__ unsigned pair(float low, float high);
+template <>
+__device__ inline unsigned pair<__half>(float low, float high) {
+  const __half2 both = __floats2half2_rn(low, high);
+  return reinterpret_cast<const unsigned&>(both);
+}
+template <>
+__device__ inline unsigned pair<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const unsigned&>(both);
+}
+
+// bfloat16 in words of two, the first in the low half: as arrays of elements the compiler may load them one by one.
+__device__ inline float2 floats_of(unsigned pair) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
+}
+__device__ inline void floats_of(uint4 eight, float (&x)[8]) {
+  const unsigned words[] = {eight.x, eight.y, eight.z, eight.w};
+  for (int i = 0; i < 4; ++i) x[2 * i] = floats_of(words[i]).x, x[2 * i + 1] = floats_of(words[i]).y;
+}
+
 // This thread's number in a one-dimensional grid. 64-bit: the grid may reach past the last int.
 __device__ inline long long thread_in_grid() { return 1ll * blockIdx.x * blockDim.x + threadIdx.x; }
 

@@ -12,8 +12,7 @@
 #pragma once
 
 #include <cuda_bf16.h>
-
-#include "mma.cuh"
+#include <cuda_fp16.h>
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define DK_SM90A
