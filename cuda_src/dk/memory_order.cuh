@@ -191,8 +191,7 @@ __device__ inline void store_shared_cluster_16(unsigned address, unsigned block,
 __device__ inline void init_mbarrier_release_cluster(unsigned long long* mbarrier, int arrivals) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(
-                   shared_address(mbarrier)),
-               "r"(arrivals)
+                   shared_address(mbarrier)), "r"(arrivals)
                : "memory");
 #endif
 }

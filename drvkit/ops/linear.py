@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 __all__ = ["library_linear", "linear"]
 
 BFLOAT16, FLOAT32, UINT8 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float32, np.uint8))
-MOST = 2**20  # tokens, inputs, outputs
+MOST = 2**20  # inputs, outputs
 
 # By the tokens of a block: rows of weights, threads, bytes of shared memory; see cuda_src/linear.cu.
 TILES = {16: (64, 256, 94208), 32: (128, 512, 163840), 64: (128, 512, 229376)}
+MOST_TOKENS = 65535 * min(TILES)  # as many blocks as a grid has one above the other
 MOST_SPLITS = 8  # blocks of a cluster, which share the inputs
 LEAST_INPUTS = 512  # of each, so that adding up costs less than it gains
 RESIDENT = 2  # blocks of 64 rows that a multiprocessor holds
@@ -149,8 +150,8 @@ def _checked(op: str, where: Where, x: Any, weight: Any, out: Any) -> _Checked:
     for role, extent in (("inputs", inputs), ("outputs", outputs)):
         if extent % 8 or not 0 < extent <= MOST:
             raise ValueError(f"{op}: {role}: wanted a multiple of 8 from 8 to {MOST}, got {extent}")
-    if tokens > MOST:
-        raise ValueError(f"{op}: x: wanted at most {MOST} tokens, got {tokens}")
+    if tokens > MOST_TOKENS:
+        raise ValueError(f"{op}: x: wanted at most {MOST_TOKENS} tokens, got {tokens}")
     result = token_rows(f"{op}: out", out, [BFLOAT16, FLOAT32], axes=("tokens", "dim"))
     shaped(f"{op}: out", result, (tokens, outputs))
     if token_stride(result) < outputs:
