@@ -66,7 +66,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _count(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"wanted an integer, got {text!r}") from None
     if number < 1:
         raise argparse.ArgumentTypeError(f"wanted at least 1, got {number}")
     return number

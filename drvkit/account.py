@@ -106,23 +106,23 @@ def table(model: Model | None, tokens: int, requests: int = 1) -> Table:
 
     own, old = account(model, tokens), account(None, tokens)
     many = f"{requests:,} requests" if requests > 1 else "1 request"
-    shown = Table(title=f"{own.name}: {many} of {tokens:,} tokens", title_justify="left")
+    title = f"{own.name}: {many} of {tokens:,} tokens"
+    shown = Table(title=title, title_justify="left", min_width=len(title))
     shown.add_column("layers / ratio")
-    shown.add_column("each, bf16", justify="right")
     for cache in own.caches:
         shown.add_column(str(cache), justify="right")
     for kind in own.kinds:
-        of_all = (size(requests * kind.layers * kind.nbytes(cache)) for cache in own.caches)
-        shown.add_row(f"{kind.layers} {kind.name}", size(requests * kind.nbytes(own.caches[0])), *of_all)
+        for name, layers in ((f"{kind.layers} {kind.name}", kind.layers), ("  each", 1)):
+            shown.add_row(name, *(size(requests * layers * kind.nbytes(cache)) for cache in own.caches))
     shown.add_section()
     totals = [requests * own.nbytes(cache) for cache in own.caches]
-    shown.add_row("all", "", *map(size, totals))
+    shown.add_row("all", *map(size, totals))
     if model is not None:
         paged = [requests * own.nbytes(cache, in_pages=True) for cache in own.caches]
         padding = (size(pages - rows) for pages, rows in zip(paged, totals, strict=True))
-        shown.add_row("+ page padding", "", *padding)
-        shown.add_row("+ compressor state", "", *[size(requests * own.state)] * len(totals))
+        shown.add_row("+ page padding", *padding)
+        shown.add_row("+ compressor state", *[size(requests * own.state)] * len(totals))
         shown.add_section()
         before = requests * old.nbytes(old.caches[0])
-        shown.add_row(f"{old.name}, {before / totals[0]:.1f}x", "", size(before))
+        shown.add_row(f"{old.name}, {before / totals[0]:.1f}x", size(before))
     return shown

@@ -3,18 +3,21 @@
 Layers of DeepSeek V4 are of three kinds: window alone, or with an entry for every 4 tokens, of which an indexer chooses
 (CSA), or for every 128 (HCA). Prompts, chunks of them and decoding, mixed as they come, are steps of the same graph::
 
-    tokens = StepTokens(device, max_tokens=64, max_requests=64, max_length=8192)
+    tokens = StepTokens(device, max_tokens=64, max_requests=16, max_length=8192)
     workspace = Workspace(model, tokens)  # one for all layers: they come one after the other
     layer = LatentAttention(device, model, ratio, weights, cos_sin)
-    caches = layer.caches(window=(128, window_table), entries=(2048, table), rings=(64, rings))
+    # Of each request 3 pages of 64 for its last 127 tokens and up to 64 new ones, and 32 of 256 for 8192 tokens.
+    caches = layer.caches(window=(16 * 3, window_table), entries=(16 * 32, table), rings=(16, rings))
 
     last = plan_tokens(graph, tokens, q_starts, lengths)
     last = layer.add(graph, workspace, x, y, caches, after=last)
+
+As `sparse_attention` does, a layer needs compute capability 9.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -27,7 +30,7 @@ from .graph import After, Graph
 from .memory import Buffer
 from .models import OVERLAP, Model
 from .node import KernelNode, Node, Port
-from .ops import is_a
+from .ops import angles, array, holds_all, is_a, paged, shaped, token_rows
 from .ops.indexer import IndexerQueries, indexer_logits, indexer_query
 from .ops.kv_compress import kv_compress, kv_save
 from .ops.linear import library_linear, linear
@@ -36,7 +39,7 @@ from .ops.rms_norm import rms_norm
 from .ops.sparse_attention import sparse_attention
 from .ops.step_tokens import StepTokens
 from .ops.top_k import top_k
-from .records import KEY_MXFP4, KV_FP8, Format, Pages
+from .records import KEY_MXFP4, KV_BF16, KV_FP8, Format, Pages
 from .weights import Weights, dtype_of, shapes
 
 __all__ = ["Caches", "Compressed", "LatentAttention", "Workspace"]
@@ -91,10 +94,10 @@ class Workspace:
         keys: the format of the indexer's keys. Those of KEY_MXFP4, and their queries, are transformed by Hadamard's
             matrix.
         cublas_bytes: cuBLAS makes all projections, one after the other, with so much memory of its own; see
-            `library_linear`. By default `linear` does, which is for up to 64 tokens.
+            `library_linear`. By default `linear` does, which is made for up to 64 tokens.
 
-    Attributes:
-        logits: float32 [max_tokens, entries]: by what the last layer with an indexer chose; see `indexer_logits`.
+    Attributes, where the model has layers with an indexer:
+        logits: float32 [max_tokens, entries]: by what the last of them chose; see `indexer_logits`.
         chosen: int32 [max_tokens, topk]: what it chose.
     """
 
@@ -163,6 +166,7 @@ class LatentAttention:
             raise ValueError(
                 f"LatentAttention: ratio: {model.name} has layers of {sorted({*model.ratios})}, got {ratio}"
             )
+        is_a(Mapping, "LatentAttention", "weights", weights)
         _check_weights(model, ratio, weights)
         self.device, self.model, self.ratio, self.cos_sin = device, model, ratio, cos_sin
         self._made: list[Buffer] = []
@@ -203,7 +207,8 @@ class LatentAttention:
 
         Args:
             window: how many pages of 64 tokens, and int32 [max_requests, width]: those of each request. A ring, where
-                they are fewer than its tokens fill; then they have room for those of a step and 127 before them.
+                they are fewer than its tokens fill; then they have room for those of a step and 127 before them, which
+                the CPU device reports if they have not.
             entries: likewise pages of 256 tokens, for the entries of these and for their keys.
             rings: how many, and int32 [max_requests]: that of each request.
             kv, keys: their formats.
@@ -211,6 +216,10 @@ class LatentAttention:
         A ring has room for the tokens that the next entry needs: where tokens of a step may be taken back, it has to be
         larger (see `kv_compress`), and `Caches` are yours to make.
         """
+
+        for role, pair in (("window", window), ("entries", entries), ("rings", rings)):
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise TypeError(f"LatentAttention: {role}: wanted how many, and whose they are, got {pair!r}")
 
         def pages(format: Format, page_size: int, room: tuple[int, Any]) -> Pages:
             count, table = room
@@ -255,7 +264,7 @@ class LatentAttention:
         """
         is_a(Workspace, "LatentAttention", "workspace", workspace)
         is_a(Caches, "LatentAttention", "caches", caches)
-        self._check(workspace, caches)
+        self._check(workspace, x, y, caches)
         model, tokens, of = self.model, workspace.tokens, workspace
         heads, eps, latent = model.heads, model.eps, model.q_latent
         project = _Projections(graph, of, name)
@@ -354,7 +363,9 @@ class LatentAttention:
         entries = tokens.entries[self.ratio]
         return top_k(graph, of.logits, entries, of.chosen, after=_early(scored), name=f"{name} top_k")
 
-    def _check(self, workspace: Workspace, caches: Caches) -> None:
+    def _check(self, workspace: Workspace, x: Any, y: Any, caches: Caches) -> None:
+        """All that a user gives: once nodes are added, they stay."""
+        what, tokens = "LatentAttention", workspace.tokens
         if workspace.model != self.model:
             raise ValueError(
                 f"LatentAttention: workspace: wanted one of {self.model.name}, got one of {workspace.model.name}"
@@ -363,6 +374,31 @@ class LatentAttention:
         if given != [bool(self.ratio), self.is_indexed]:
             wanted = "entries and keys" if self.is_indexed else "entries alone" if self.ratio else "a window alone"
             raise ValueError(f"LatentAttention: caches: a layer of ratio {self.ratio} has {wanted}")
+        for role, operand, dtypes in (("x", x, [bfloat16]), ("y", y, [bfloat16, float32])):
+            seen = token_rows(f"{what}: {role}", operand, dtypes, axes=("tokens", "hidden"))
+            shaped(f"{what}: {role}", seen, (tokens.max_tokens, self.model.hidden))
+        positions = angles(what, self.cos_sin).shape[0]
+        if positions < tokens.max_length:
+            raise ValueError(f"{what}: cos_sin: wanted {tokens.max_length} positions, got {positions}")
+
+        kv = caches.window.format
+        paged(what, "window", caches.window, [KV_FP8, KV_BF16], tokens.max_requests)
+        if self.ratio:
+            numbers = array(f"{what}: rings", caches.rings, [int32])
+            shaped(f"{what}: rings", numbers, (tokens.max_requests,))
+        for role, each, format, own in (
+            ("entries", caches.entries, kv, 0),
+            ("keys", caches.keys, workspace.queries.format if self.is_indexed else kv, 1),
+        ):
+            if each is None:
+                continue
+            pages = paged(what, role, each.pages, [format], tokens.max_requests)
+            holds_all(f"{what}: {role}", pages, tokens.max_length, self.ratio)
+            shape = array(f"{what}: {role}: state", each.state, [float32]).shape
+            least, width = OVERLAP[self.ratio] * self.ratio, self.compressors[own].matrix.shape[0]
+            if len(shape) != 3 or not shape[0] or shape[1] < least or shape[2] != width:
+                wanted = f"(rings, {least} or more, {width})"
+                raise ValueError(f"{what}: {role}: state: wanted shape {wanted}, got {shape}")
 
     def close(self) -> None:
         for each in self._made:

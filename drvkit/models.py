@@ -59,6 +59,8 @@ class Model:
         for ratio in self.ratios:
             if ratio and ratio not in OVERLAP:
                 raise ValueError(f"Model: ratios: {self.name}: wanted 0, 4 or 128 for each layer, got {ratio}")
+        if self.groups < 1 or self.heads % self.groups:
+            raise ValueError(f"Model: groups: {self.name}: {self.heads} heads are not {self.groups} groups of as many")
 
     def cos_sin(self, ratio: int, positions: int) -> NDArray[np.float32]:
         """The table of the layers of a ratio: for queries, window, entries and the indexer alike."""

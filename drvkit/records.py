@@ -92,7 +92,7 @@ class Pages:
 
     pool: uint8 [pages, format.page_bytes(page_size)] on the device.
     block_table: int32 [requests, width], pages of each request.
-    page_size: entries of a page, a power of two up to 256.
+    page_size: entries of a page, a power of two up to 2**20. With one page for each request its entries are contiguous.
     """
 
     format: Format

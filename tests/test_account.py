@@ -93,7 +93,19 @@ def test_sizes_are_said_exactly_where_that_is_short(nbytes: int, said: str) -> N
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("v4-pro", ["9.62 GiB", "4.92 GiB", "5.39 GiB", "DeepSeek V3.2, 8.7x", "83.875 GiB", "17.84 MiB"]),
+        (
+            "v4-pro",
+            [
+                "9.62 GiB",
+                "4.92 GiB",
+                "5.39 GiB",
+                "DeepSeek V3.2, 8.7x",
+                "83.875 GiB",
+                "17.84 MiB",
+                "320.125 MiB",
+                "163.07 MiB",
+            ],
+        ),
         ("v4-flash", ["6.72 GiB", "3.43 GiB", "DeepSeek V3.2, 12.5x"]),
         ("v3.2", ["DeepSeek V3.2", "83.875 GiB"]),
     ],
@@ -116,7 +128,9 @@ def test_requests_multiply(capsys: pytest.CaptureFixture[str]) -> None:
     assert size(256 * of.state) in out
 
 
-@pytest.mark.parametrize("wrong", [["--tokens", "0"], ["--model", "v5"], ["--requests", "-1"], ["script.py"]])
+@pytest.mark.parametrize(
+    "wrong", [["--tokens", "0"], ["--tokens", "x"], ["--model", "v5"], ["--requests", "-1"], ["script.py"]]
+)
 def test_a_wrong_command_line_is_told(capsys: pytest.CaptureFixture[str], wrong: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["kvcache", *wrong])

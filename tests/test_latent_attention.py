@@ -327,18 +327,55 @@ def test_what_does_not_fit_is_named(device: Device, graph: Graph, rng: np.random
         StepTokens(device, max_tokens=4, max_requests=1, max_length=64) as tokens,
         Workspace(MODEL, tokens) as workspace,
         Workspace(half, tokens, keys=KEY_FP8) as of_half,
-        LatentAttention(device, MODEL, 128, weights, None) as layer,
-        layer.caches(window=(1, None), entries=(1, None), rings=(1, None)) as caches,
+        device.zeros((64, 64), np.float32) as cos_sin,
+        device.zeros((1, 2), np.int32) as table,
+        device.zeros(1, np.int32) as rings,
+        device.zeros((4, 128), bf16) as x,
+        device.zeros((4, 128), np.float32) as y,
+        LatentAttention(device, MODEL, 128, weights, cos_sin) as layer,
+        LatentAttention(device, MODEL, 128, weights, cos_sin[:63]) as of_fewer,
+        layer.caches(window=(2, table), entries=(1, table), rings=(1, rings)) as caches,
+        layer.caches(window=(2, table), entries=(1, table), rings=(1, rings), kv=KV_BF16) as of_bf16,
     ):
-        alone = Caches(caches.window)
-        for given, message in (
-            ((of_half, caches), "workspace: wanted one of small, got one of half"),
-            ((workspace, alone), "caches: a layer of ratio 128 has entries alone"),
+        assert caches.entries is not None
+        assert of_bf16.entries is not None
+        fits = {"workspace": workspace, "x": x, "y": y, "caches": caches}
+        few = caches.entries._replace(state=caches.entries.state[:, :127])
+        for changes, error, message in (
+            ({"workspace": of_half}, ValueError, "workspace: wanted one of small, got one of half"),
+            ({"workspace": 3}, TypeError, "workspace: wanted a Workspace, got int"),
+            ({"caches": Caches(caches.window)}, ValueError, "caches: a layer of ratio 128 has entries alone"),
+            ({"x": x[:3]}, ValueError, r"x: wanted shape \(4, 128\), got \(3, 128\)"),
+            ({"x": y}, TypeError, "x: wanted a device array of bfloat16, got float32"),
+            ({"y": rings}, TypeError, "y: wanted a device array of bfloat16 or float32, got int32"),
+            ({"y": y[:, :64]}, ValueError, r"y: wanted shape \(4, 128\), got \(4, 64\)"),
+            (
+                {"caches": dataclasses.replace(caches, entries=of_bf16.entries)},
+                ValueError,
+                "entries: wanted rows of fp8 of 512, got bf16 of 512",
+            ),
+            (
+                {"caches": dataclasses.replace(caches, rings=table)},
+                ValueError,
+                r"rings: wanted shape \(1,\), got \(1, 2\)",
+            ),
+            (
+                {"caches": dataclasses.replace(caches, entries=few)},
+                ValueError,
+                "entries: state: wanted",
+            ),
         ):
-            with pytest.raises(ValueError, match=f"^LatentAttention: {message}"):
-                layer.add(graph, given[0], None, None, given[1])
+            with pytest.raises(error, match=f"^LatentAttention: {message}"):
+                layer.add(graph, **(fits | changes))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"^LatentAttention: cos_sin: wanted 64 positions, got 63"):
+            of_fewer.add(graph, **fits)  # type: ignore[arg-type]
+        assert not graph.nodes, "of a layer that does not fit nothing is added"
+        with pytest.raises(TypeError, match=r"^LatentAttention: window: wanted how many, and whose they are, got 3"):
+            layer.caches(window=3, entries=(1, table), rings=(1, rings))  # type: ignore[arg-type]
 
 
 def test_layers_that_no_kernel_has_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^Model: ratios: small: wanted 0, 4 or 128 for each layer, got 8"):
         dataclasses.replace(MODEL, ratios=(0, 8))
+    with pytest.raises(ValueError, match=r"^Model: groups: small: 5 heads are not 2 groups of as many"):
+        dataclasses.replace(MODEL, heads=5)

@@ -50,6 +50,7 @@ HALVES = {dtype: FLOATS[dtype] for dtype in (np.dtype(np.float16), np.dtype(ml_d
 # Of keys and values in pools.
 POOLS = HALVES | {np.dtype(ml_dtypes.float8_e4m3fn): "__nv_fp8_e4m3"}
 DIMS, PAGE_SIZES = (64, 128, 256), (8, 16, 32, 64, 128)
+MOST_OF_PAGE = 2**20  # entries of a latent cache
 _CTYPES = FLOATS | INTS
 # What others have where they cannot name the dtype.
 _STAND_FOR = {
@@ -162,8 +163,8 @@ def paged(op: str, role: str, pages: Pages, formats: Collection[Format], max_req
         wanted = " or ".join(f"{each.name} of {each.dim}" for each in formats)
         raise ValueError(f"{op}: {role}: wanted rows of {wanted}, got {pages.format.name} of {pages.format.dim}")
     size = whole(f"{op}: {role}: page_size", pages.page_size)
-    if not 1 <= size <= 256 or size & (size - 1):
-        raise ValueError(f"{op}: {role}: page_size: wanted a power of two up to 256, got {size}")
+    if not 1 <= size <= MOST_OF_PAGE or size & (size - 1):
+        raise ValueError(f"{op}: {role}: page_size: wanted a power of two up to {MOST_OF_PAGE}, got {size}")
     label = f"{op}: {role}: pool"
     pool = aligned(label, array(label, pages.pool, [np.dtype(np.uint8)]))
     page_bytes = pages.format.page_bytes(size)

@@ -83,6 +83,7 @@ def sparse_attention(
             the row means nothing; the CPU device reports it.
         sinks: float32 [heads]; exp(sink) is added to the sum below. -inf adds nothing, inf makes the output 0.
         cos_sin: float32 [max_position, 64]: the last 64 elements of an output are turned back by the token's position.
+            One that it lacks becomes the nearest that it has; the CPU device reports it.
         lse: float32 [max_tokens, heads]: the natural logarithm of the sum of exp(scale * q r), without the sink.
         scale: of the logits; 512 ** -0.5 by default.
 
@@ -115,7 +116,7 @@ def sparse_attention(
     else:
         given = paged(op, "entries", entries, [window.format], tokens.max_requests)
         read |= {"entries.pool": given.pool, "entries.block_table": given.block_table}
-        if ratio not in tuple(tokens.entries):
+        if ratio is None or whole(f"{op}: ratio", ratio) not in tokens.entries:
             raise ValueError(f"{op}: ratio: wanted one of {', '.join(map(str, tokens.entries))}, got {ratio!r}")
         holds_all(f"{op}: entries", given, tokens.max_length, ratio)
         visible, width = tokens.entries[ratio], tokens.max_length // ratio

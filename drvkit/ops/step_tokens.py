@@ -50,7 +50,9 @@ class StepTokens:
             if not 1 <= whole(f"{what}: {name}", number) < 2**30:
                 raise ValueError(f"{what}: {name}: wanted 1 to 2**30 - 1, got {number!r}")
         self.device, self.max_tokens, self.max_requests, self.max_length = device, max_tokens, max_requests, max_length
-        self._memory = device.zeros(6 * max_tokens + 2, np.int32)
+        nothing = np.zeros(6 * max_tokens + 2, np.int32)
+        nothing[: 4 * max_tokens : 4] = -1  # until they are planned all rows are padding
+        self._memory = device.array(nothing)
         self.rows = self._memory[: 4 * max_tokens].reshape(max_tokens, 4)
         counts = self._memory[4 * max_tokens : 6 * max_tokens].reshape(2, max_tokens)
         self.entries = {ratio: counts[i] for i, ratio in enumerate(RATIOS)}

@@ -17,6 +17,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from rich.table import Table
 
 from drvkit.device import Device
 from drvkit.graph import Graph
+from drvkit.latent_attention import LatentAttention, Workspace
+from drvkit.models import V4_FLASH
 from drvkit.ops.indexer import IndexerQueries, indexer_logits, indexer_query
 from drvkit.ops.kv_compress import kv_compress, kv_save
 from drvkit.ops.query_kv import query_kv
@@ -35,6 +38,7 @@ from drvkit.ops.step_tokens import StepTokens, plan_tokens
 from drvkit.ops.top_k import top_k
 from drvkit.records import KEY_FP8, KEY_MXFP4, KV_BF16, KV_FP8, Format, Pages
 from drvkit.rope import Yarn, cos_sin_table
+from drvkit.weights import Weights, random_weights
 
 bf16 = ml_dtypes.bfloat16
 LAUNCHES, MOST_NODES = 15, 64
@@ -269,6 +273,38 @@ def attend(each: int, requests: int, heads: int, length: int, k: int | None, for
     return make
 
 
+@cache
+def weights_of(ratio: int) -> Weights:
+    return random_weights(V4_FLASH, ratio, np.random.default_rng(ratio))
+
+
+def layer(ratio: int, length: int, branch: bool) -> Any:
+    """A token through a whole layer; its weights alone are more than the L2 cache has."""
+
+    def make(bench: Bench) -> Any:
+        tokens, width = bench.step(1, 1, length), -(-length // 256)
+        workspace = bench.stack.enter_context(Workspace(V4_FLASH, tokens))
+        made = LatentAttention(bench.device, V4_FLASH, ratio, weights_of(ratio), bench.cos_sin)
+        bench.stack.enter_context(made)
+        window, pages = (bench.put(np.arange(n, dtype=np.int32)[None]) for n in (2, width))
+        rings = bench.put(np.zeros(1, np.int32))
+        caches = made.caches(window=(2, window), entries=(width, pages), rings=(1, rings))
+        bench.stack.enter_context(caches)
+        caches.window.pool.fill_bytes(0)
+        for each in (caches.entries, caches.keys):
+            if each is not None:
+                each.pages.pool.fill_bytes(0)
+                each.state.fill_bytes(0)
+        x, y = bench.normal(1, V4_FLASH.hidden, dtype=ml_dtypes.bfloat16), bench.normal(1, V4_FLASH.hidden)
+
+        def add(graph: Graph, node: int, after: Any) -> Any:
+            return made.add(graph, workspace, x, y, caches, after=after, branch=branch, name=f"layer {node}")
+
+        return add, 8, made.nbytes, 0.0
+
+    return make
+
+
 PARTS: tuple[Part, ...] = (
     Part("compress c4, 1 token that ends an entry", 10.0, compress(4, 1, 1, 1000)),
     Part("compress c4, 1 token that ends none", None, compress(4, 1, 1, 1001)),
@@ -301,6 +337,12 @@ PARTS: tuple[Part, ...] = (
     Part("attention fp8, 1 token, 64 heads, all of 1M / 128", None, attend(1, 1, 64, 1 << 20, None, KV_FP8, 128)),
     Part("attention fp8, 4096 tokens, 64 heads, 640 rows", 488 * 640 / 512, attend(4096, 1, 64, 32768, 512, KV_FP8)),
     Part("attention bf16, 4096 tokens, 64 heads, 640 rows", 602 * 640 / 512, attend(4096, 1, 64, 32768, 512, KV_BF16)),
+    *(
+        Part(f"{kind} layer, 1 token that ends {ends}, compressors {how}", None, layer(ratio, length, branch))
+        for kind, ratio in (("CSA", 4), ("HCA", 128))
+        for ends, length in (("none", 4097), ("an entry", 4096))
+        for how, branch in (("behind an IF", True), ("always launched", False))
+    ),
 )
 
 

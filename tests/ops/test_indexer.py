@@ -478,7 +478,9 @@ def test_queries_are_what_the_format_makes_of_their_rows(
 
 
 @pytest.mark.parametrize(
-    ("format", "heads", "page_size"), [(KEY_MXFP4, 64, 16), (KEY_FP8, 24, 64)], ids=["mxfp4", "fp8"]
+    ("format", "heads", "page_size"),
+    [(KEY_MXFP4, 64, 16), (KEY_FP8, 24, 64), (KEY_FP8, 64, 512)],
+    ids=["mxfp4", "fp8", "contiguous"],
 )
 def test_every_token_scores_what_it_sees(
     device: Device, stream: Stream, rng: np.random.Generator, format: Format, heads: int, page_size: int

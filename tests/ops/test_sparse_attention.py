@@ -390,7 +390,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "out": ({"out": Foreign((8, 32, 512), np.uint16, 3 << 24)}, ValueError, r"out: wanted shape \(8, 64, 512\)"),
     "keys": ({"window": pages(KEY_FP8, 64, 2)}, ValueError, "window: wanted rows of fp8 of 512 or bf16 of 512"),
     "mixed": ({"entries": pages(KV_BF16, 64, 4)}, ValueError, "entries: wanted rows of fp8 of 512, got bf16"),
-    "page": ({"window": pages(KV_FP8, 48, 2)}, ValueError, "window: page_size: wanted a power of two up to 256"),
+    "page": ({"window": pages(KV_FP8, 48, 2)}, ValueError, "window: page_size: wanted a power of two up to 1048576"),
     "window 0": ({"window_size": 0}, ValueError, "window_size: wanted 1 to 256, .* got 0"),
     "a long window": ({"window_size": 257}, ValueError, "window_size: wanted 1 to 256, .* got 257"),
     "half": ({"window_size": 1.5}, TypeError, "window_size: wanted an integer, got 1.5"),
