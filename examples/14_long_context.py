@@ -83,7 +83,7 @@ def main() -> None:
     dev = open_device()
     on_gpu = dev.driver.kind == "cuda"
     chunk, topk = (64, V4_FLASH.topk) if on_gpu else (32, 16)  # of 4 topk tokens on, entries are chosen
-    ends = [64, 127, 128, 129] + [255, 256, 257, 2047, 2048, 2049, 2052, 2303, 2304] * on_gpu
+    ends = [64, 127, 128, 129, 255, 256, 257] + [2047, 2048, 2049, 2052, 2303, 2304] * on_gpu
     model = replace(V4_FLASH, hidden=256, q_latent=64, o_latent=64, topk=topk, ratios=tuple(KINDS.values()))
 
     tokens = StepTokens(dev, max_tokens=chunk, max_requests=1, max_length=4096 if on_gpu else 512)
