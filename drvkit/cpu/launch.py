@@ -593,6 +593,11 @@ class Grid:
             report = tracker.report(self.order, address, state.fault_other, bool(state.fault_verbs & 2))
             what = f"{self.order.what} {own} {nbytes} bytes at {address:#x}: {report}"
             return Fault("CUDA_ERROR_LAUNCH_FAILED", f"{who}: race: {what}")
+        if kind in ("not begun", "ended"):
+            peer = (address - BlockState.from_address(state.current_block).shared_base) // SHARED_STRIDE
+            why = "may not have begun: no barrier of the cluster was before" if kind == "not begun" else "has ended"
+            where = f"shared memory of block {peer} of the cluster, which {why}"
+            return Fault("CUDA_ERROR_LAUNCH_FAILED", f"{who}: it reaches into {where}")
         if kind == "trap":
             return Fault("CUDA_ERROR_LAUNCH_FAILED", f"{who}: the kernel gave up (trap)")
         return Fault("CUDA_ERROR_LAUNCH_FAILED", f"{who}: {divergence or kind}")

@@ -90,7 +90,7 @@ def runtime_ir() -> tuple[str, list[str]]:
     from .races import race_functions
     from .weak import weak_functions
 
-    functions = [_time(), _check(), _readable(), _copy_bulk()]
+    functions = [_time(), _check(), _readable(), _peers(), _copy_bulk()]
     functions += [make(checked) for make in (_copy_begin, _copy_oldest, _copy_finish) for checked in (True, False)]
     functions += [_multicast(), _release(), _barrier(), _begin(), _ended(), _as_before(), _run_slot(), _run()]
     for nbytes in ACCESS_BYTES:
@@ -305,6 +305,36 @@ def check_lane(f: Function, address: Value, lane: Value, nbytes: int, needs: int
         )
         record_fault(f, kind, lane, f["place"], nbytes, address, verbs)
         f.ret(1)
+
+
+def _peers() -> Function:
+    """Addresses that may be in shared memory of other blocks of the cluster: those must have begun, and not ended."""
+    f = Function("i32", "drvkit_peers", grid="ptr", block="ptr", addresses="ptr", mask="i32", place="i32")
+    grid, block = f["grid"], f["block"]
+    blocks, own = f.field(grid, GridState, "cluster_blocks"), f.field(block, BlockState, "cluster_rank")
+    with f.when(f.is_(blocks, 1)):
+        f.ret(0)
+    leader = f.pointer(f.field(block, BlockState, "leader"))
+    with f.each_bit(f["mask"]) as lane:
+        address = f.load("i64", f.at(f["addresses"], f.cast("zext", lane, "i64"), "i64"), align=8)
+        inside = f.op("sub", address, f.field(block, BlockState, "shared_base"))
+        rank = f.op("udiv", inside, constant("i64", SHARED_STRIDE))
+        is_peer = f.op(
+            "and",
+            f.compare("icmp ult", rank, f.cast("zext", blocks, "i64")),
+            f.compare("icmp ne", rank, f.cast("zext", own, "i64")),
+        )
+        with f.when(is_peer):
+            peer = f.at(leader, f.op("mul", rank, f.field(grid, GridState, "block_bytes")))
+            for kind, bad in (
+                ("not begun", f.is_(f.field(block, BlockState, "met"), 0)),
+                ("ended", f.is_(f.field(peer, BlockState, "live"), 0)),
+            ):
+                with f.when(bad, likely=False):
+                    record_fault(f, kind, lane, f["place"], 0, address)
+                    f.ret(1)
+    f.ret(0)
+    return f
 
 
 def _multicast() -> Function:

@@ -159,6 +159,8 @@ class BlockState(Structure):
         ("cluster_phase", c_uint32),  # in the leader
         ("cluster_live", c_uint32),  # warps; in the leader
         ("triggered", c_uint32),
+        ("met", c_uint32),  # whether a warp has come out of a barrier of the cluster: all its blocks have begun
+        ("reserved", c_uint32),
         ("number", c_uint64),  # counted over the grid, x fastest
         ("clocks", c_uint64),  # the cluster's ClockState
         ("barriers", BarrierState * 16),

@@ -79,6 +79,38 @@ __global__ void stack(float* y, int n) {
   y[threadIdx.x] = own[(threadIdx.x + 7) % 8];  // LINE stack
 }
 __global__ void check(const int* x) { if (*x) __trap(); }  // LINE check
+// Each block writes into the other one, by a shared or a generic address.
+__global__ void __cluster_dims__(2, 1, 1) pushed(float* y, int met, int generic) {
+  __shared__ float place[32];
+  if (met) asm volatile("barrier.cluster.arrive.relaxed; barrier.cluster.wait;" ::: "memory");
+  unsigned there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(there) : "r"((unsigned)__cvta_generic_to_shared(&place[threadIdx.x])), "r"(1 - blockIdx.x));
+  if (generic) {
+    float* p;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(p) : "l"(&place[threadIdx.x]), "r"(1 - blockIdx.x));
+    *p = blockIdx.x;
+  } else {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(there), "f"((float)blockIdx.x) : "memory");  // LINE pushed
+  }
+  asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
+  y[32 * blockIdx.x + threadIdx.x] = place[threadIdx.x];
+}
+// The first block reads of the second one.
+__global__ void __cluster_dims__(2, 1, 1) pulled(float* y, int stays) {
+  __shared__ float place[32];
+  place[threadIdx.x] = threadIdx.x;
+  asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
+  if (blockIdx.x == 0) {
+    unsigned there;
+    float value;
+    asm("mapa.shared::cluster.u32 %0, %1, 1;"
+        : "=r"(there) : "r"((unsigned)__cvta_generic_to_shared(&place[threadIdx.x])));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");  // LINE pulled
+    y[threadIdx.x] = value;
+  }
+  if (stays) asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
+}
 #line 1 "copies.cuh"
 __device__ void copy(float4* target, const float4* source) {
   unsigned to = (unsigned)__cvta_generic_to_shared(target);
@@ -240,6 +272,27 @@ def test_a_trap(victim: dk.Device) -> None:
     launched(victim, "check", (x,), block=1)
     x.fill(1)
     refused(victim, "check", (x,), "LAUNCH_FAILED", "trap", block=1)
+
+
+@pytest.mark.parametrize("generic", [0, 1])
+def test_a_block_that_writes_into_another_before_that_has_begun(victim: dk.Device, generic: int) -> None:
+    y = victim.zeros(64, np.float32)
+    launched(victim, "pushed", (y, 1, generic), grid=2)
+    np.testing.assert_array_equal(y.numpy(), np.repeat(np.array([1, 0], np.float32), 32))
+    said = (
+        "it reaches into shared memory of block 1 of the cluster, which may not have begun: no barrier of the cluster"
+    )
+    with pytest.raises(dk.DriverError, match=rf"LAUNCH_FAILED: .*kernel pushed, planted.cu:\d+ .*{said} was before"):
+        launched(victim, "pushed", (y, 0, generic), grid=2)
+
+
+def test_a_block_that_ends_while_another_reads_of_it(victim: dk.Device) -> None:
+    y = victim.zeros(32, np.float32)
+    launched(victim, "pulled", (y, 1), grid=2)
+    np.testing.assert_array_equal(y.numpy(), np.arange(32, dtype=np.float32))
+    said = "it reaches into shared memory of block 1 of the cluster, which has ended"
+    report = refused(victim, "pulled", (y, 0), "LAUNCH_FAILED", said, grid=2)
+    assert "block (0, 0, 0)" in report
 
 
 def test_use_after_free(victim: dk.Device) -> None:

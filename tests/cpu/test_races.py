@@ -170,6 +170,7 @@ __global__ void __cluster_dims__(2, 1, 1) neighbour(float* y, int synced) {
   y[32 * blockIdx.x + threadIdx.x] = value;
   if (synced) asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
   word[threadIdx.x] = value;
+  asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");  // nobody ends before
 }
 
 // Warps that end early, before a barrier of the rest.

@@ -87,6 +87,7 @@ class Lower:
         self.module_variables = variables
         self.globals = [name for name, variable in variables.items() if variable.space in ("global", "const")]
         self.uses_copies = False  # cp.async
+        self.reaches = any(i.opcode == "mapa" for block in flow.blocks for i in block.instructions)
         self.buffers: dict[str, Value] = {}
         self.lanes = WARP
         self.i: Instruction  # that is lowered now
@@ -728,6 +729,15 @@ class Lower:
             address = b.op("add", address, b.splat(self.shared_base, WARP))
         elif space == "local":
             address = b.op("add", address, self.local_base)
+        if (
+            self.checks
+            and self.reaches
+            and (not space or (space == "shared" and "shared::cluster" in self.i.modifiers))
+        ):
+            at = self.buffer("i64", WARP + 2)
+            b.store(address, at, align=64)
+            place = constant("i32", self.place(self.i))
+            self.fail_if(b.call("i32", "drvkit_peers", self.grid, self.block, at, self.mask_bits, place))
         return address
 
     # Helpers
@@ -790,6 +800,8 @@ FAULTS = (
     "race",
     "no order",
     "not all warps of the warpgroup are there",
+    "not begun",
+    "ended",
 )
 
 

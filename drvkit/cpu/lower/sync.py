@@ -99,6 +99,7 @@ def _cluster_barrier(e: Lower, i: Instruction) -> None:
     else:  # a warp that has not arrived waits for ever
         phase = b.op("sub", e.warp_field("cluster_phase"), constant("i32", 1))
         e.stay(b.compare("icmp ule", b.load("i32", phase_place, align=4), phase), i)
+        b.store(constant("i32", 1), e.block_place("met"), align=4)
         if e.raced:
             b.call("void", "drvkit_race_cluster_leave", e.grid, phase)
 
