@@ -67,6 +67,7 @@ class Lower:
 
     Attributes:
         b: what is written so far.
+        reaches: whether it makes addresses of other blocks' shared memory.
         lanes: of the instruction that is lowered now: 32, or 1 for a register with one value in a launch.
         mask: the lanes that run the current block (<32 x i1>), and ``mask_bits``, the same as an i32.
         gathered: what is known of this block: 1 if all lanes that live run it, 2 if all 32 do.
@@ -729,11 +730,8 @@ class Lower:
             address = b.op("add", address, b.splat(self.shared_base, WARP))
         elif space == "local":
             address = b.op("add", address, self.local_base)
-        if (
-            self.checks
-            and self.reaches
-            and (not space or (space == "shared" and "shared::cluster" in self.i.modifiers))
-        ):
+        may_reach = not space or (space == "shared" and "shared::cluster" in self.i.modifiers)
+        if self.checks and self.reaches and may_reach:
             at = self.buffer("i64", WARP + 2)
             b.store(address, at, align=64)
             place = constant("i32", self.place(self.i))
