@@ -32,7 +32,7 @@ from .models import OVERLAP, Model
 from .node import KernelNode, Node, Port
 from .ops import angles, array, holds_all, is_a, paged, shaped, token_rows
 from .ops.indexer import IndexerQueries, indexer_logits, indexer_query
-from .ops.kv_compress import kv_compress, kv_save
+from .ops.kv_compress import kv_compress, kv_save, rings_of
 from .ops.linear import library_linear, linear
 from .ops.query_kv import query_kv
 from .ops.rms_norm import rms_norm
@@ -394,11 +394,7 @@ class LatentAttention:
                 continue
             pages = paged(what, role, each.pages, [format], tokens.max_requests)
             holds_all(f"{what}: {role}", pages, tokens.max_length, self.ratio)
-            shape = array(f"{what}: {role}: state", each.state, [float32]).shape
-            least, width = OVERLAP[self.ratio] * self.ratio, self.compressors[own].matrix.shape[0]
-            if len(shape) != 3 or not shape[0] or shape[1] < least or shape[2] != width:
-                wanted = f"(rings, {least} or more, {width})"
-                raise ValueError(f"{what}: {role}: state: wanted shape {wanted}, got {shape}")
+            rings_of(f"{what}: {role}: state", each.state, self.ratio, self.compressors[own].matrix.shape[0])
 
     def close(self) -> None:
         for each in self._made:

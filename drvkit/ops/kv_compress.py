@@ -146,11 +146,16 @@ def _checked(op: str, tokens: StepTokens, ug: Any, state: Any, rings: Any, ratio
     if len(rows.shape) != 2 or rows.shape[0] != tokens.max_tokens or rows.shape[1] not in widths:
         wanted = " or ".join(map(str, widths))
         raise ValueError(f"{op}: ug: wanted shape ({tokens.max_tokens}, {wanted}), got {rows.shape}")
-    saved = aligned(f"{op}: state", array(f"{op}: state", state, [FLOAT32]))
-    least = OVERLAP[ratio] * ratio
-    shape = saved.shape
-    if len(shape) != 3 or not shape[0] or shape[1] < least or shape[2] != rows.shape[1]:
-        raise ValueError(f"{op}: state: wanted shape (rings, {least} or more, {rows.shape[1]}), got {shape}")
+    saved = rings_of(f"{op}: state", state, ratio, rows.shape[1])
     numbers = array(f"{op}: rings", rings, [INT32])
     shaped(f"{op}: rings", numbers, (tokens.max_requests,))
     return saved, {"ug": rows, "rings": numbers, "tokens": array(f"{op}: tokens", tokens.rows, [INT32])}
+
+
+def rings_of(label: str, state: Any, ratio: int, width: int) -> View:
+    """The rings of a state with room for the tokens that an entry is made of; ``width`` is of a token's row."""
+    seen = aligned(label, array(label, state, [FLOAT32]))
+    least, shape = OVERLAP[ratio] * ratio, seen.shape
+    if len(shape) != 3 or not shape[0] or shape[1] < least or shape[2] != width:
+        raise ValueError(f"{label}: wanted shape (rings, {least} or more, {width}), got {shape}")
+    return seen

@@ -44,6 +44,7 @@ class Step:
     ratio: int | None = 4
     k: int | None = 96  # None: all entries
     spread: float = 1.0  # of queries and rows
+    page_size: int | None = None  # of entries; None: those of 256 tokens
     sinks: Any = None
     arrays: dict[str, Any] = field(default_factory=dict)
 
@@ -58,7 +59,7 @@ class Step:
         self.window = self._pages(64, self.window_pages, [(max(0, n - m - 127), n) for m, n in self.requests])
         self.entries, self.visible, self.indices = None, None, None
         if self.ratio is not None:
-            size = 256 // self.ratio
+            size = self.page_size or 256 // self.ratio
             ends = [length // self.ratio for length in self.lengths.tolist()]
             self.entries = self._pages(size, max(1, -(-max(ends) // size)), [(0, end) for end in ends])
             self.visible = visible[self.ratio]
@@ -220,6 +221,11 @@ def test_a_window_may_be_a_ring_and_short(stream: Stream, rng: np.random.Generat
     for size, pages in ((128, 2), (1, 1), (64, 1), (65, 2)):
         step = Step(rng, [(1, 1000), (1, 129), (1, 2)], window_size=size, window_pages=pages, k=3)
         check(step, run(stream, step))
+
+
+def test_the_entries_of_a_request_may_be_contiguous(stream: Stream, rng: np.random.Generator) -> None:
+    step = Step(rng, MIXED, page_size=1024)
+    check(step, run(stream, step))
 
 
 def test_one_token_is_shared_by_a_cluster(stream: Stream, rng: np.random.Generator) -> None:
