@@ -5,11 +5,12 @@
 //   out = sum exp(scale * q r) r / (sum exp(scale * q r) + exp(sink)),
 // whose last 64 elements are turned back by p, for the rows were turned by their own positions.
 //
-// A block has 64 heads of one token after another, or its part of the rows of one token, 64 rows at a time. Two
-// warpgroups bring rows: find them, read them, and put them, widened to 16 bits, into one of two tiles. The other two
-// take turns at multiplying a tile with the queries and making probabilities, so that one does while the other's
-// products go on; then both multiply these with the rows, each for half of the dimensions. The parts of a cluster's
-// blocks are added up in the order of their ranks.
+// A block has 64 heads of one token after another, or its part of the rows of one token, 64 rows at a time: two such
+// tiles, a pair. Two warpgroups bring rows: find them, read them, and put them, widened to 16 bits, into the tiles.
+// Each of the other two multiplies a tile with the queries and makes probabilities; then both multiply those of both
+// tiles with the rows, each for a half of the dimensions. Halves of tiles come and go one by one: a warpgroup is done
+// with its half of its own tile first, so that of the next pair's tile comes first, and is multiplied first. The parts
+// of a cluster's blocks are added up in the order of their ranks.
 
 #include <math_constants.h>
 
@@ -28,12 +29,12 @@ namespace {
 
 constexpr int kThreads = 512, kWarpgroup = 128;
 constexpr int kDim = 512, kHeads = 64, kRows = 64;  // of a block, and of a tile
-constexpr int kMostSplits = 8;                      // blocks of a cluster
 constexpr unsigned kPanel = kRows * 128;            // bytes of 64 columns of a tile, or of the queries
 constexpr unsigned kTileBytes = kDim / 64 * kPanel;
-// The block's barriers; two each of those of tiles, and of what a warpgroup has made.
-constexpr int kQueries = 1, kFull = 2, kEmpty = 4, kProbable = 6, kRaised = 8, kMade = 10, kSummed = 12, kStaged = 13,
-              kFound = 14;
+// A tile's kind: behind the last, one that has no second, or of a pair.
+constexpr int kNoTile = 0, kAlone = 1, kOfTwo = 2;
+// The block's barriers; two each of those of what a warpgroup has made.
+constexpr int kQueries = 1, kProbable = 2, kRaised = 4, kMade = 6, kSummed = 8, kStaged = 9, kFound = 10;
 
 // Where a row is.
 struct Found {
@@ -42,23 +43,18 @@ struct Found {
 
 // The block's shared memory. Products want panels to begin at multiples of 1024 bytes.
 struct Shared {
-  unsigned char queries[kTileBytes];         // and in the end results
-  unsigned char tiles[2][kTileBytes];        // and in the end what the cluster's other blocks have of some heads
-  unsigned char probabilities[2][kPanel];    // of a tile
-  unsigned char present[2][8];               // of a tile, a bit for each row that there is
-  float factors[2][kHeads];                  // what a tile has sums so far multiplied by
-  float maxima[2][kHeads];                   // with a tile
-  float sums[2][kHeads];                     // over a warpgroup's tiles
-  float sinks[kHeads], angles[dk::kRotary];  // of the position, cosines and sines
-  float2 totals[kHeads];                     // [splits][heads of this block]: maximum, sum
-  Found places[2][4 * kRows];                // of the rows of two times four tiles
-};
-
-// What one of the four lanes of a row reads of it: a quarter of each block.
-struct Piece {
-  uint4 coded[7];    // 16 e4m3
-  uint4 rotated[2];  // eight bfloat16
-  uint2 scales;      // of the row
+  unsigned char queries[kTileBytes];
+  unsigned char tiles[2][kTileBytes];          // and in the end what the cluster's other blocks have of some heads
+  unsigned char probabilities[2][kPanel];      // of a tile
+  unsigned char present[2][8];                 // of a tile, a bit for each row that there is
+  float factors[2][kHeads];                    // what a tile has sums so far multiplied by
+  float maxima[2][kHeads];                     // with a tile
+  float sums[2][kHeads];                       // over a warpgroup's tiles
+  float sinks[kHeads], angles[dk::kRotary];    // of the position, cosines and sines
+  float2 totals[kHeads];                       // [splits][heads of this block]: maximum, sum
+  unsigned long long full[2][2], empty[2][2];  // mbarriers, of each tile's two halves
+  Found places[8][kRows];                      // of the rows of tiles that are brought, and of some to come
+  unsigned char kinds[8];                      // of these tiles
 };
 
 __device__ inline unsigned times(unsigned pair, __half2 factor) {
@@ -81,11 +77,118 @@ __device__ inline uint4 halves_of(const uint4& pairs) {
   return {halves_of(pairs.x), halves_of(pairs.y), halves_of(pairs.z), halves_of(pairs.w)};
 }
 
+// threadIdx.x, asked anew: then the compiler does not keep in registers what follows from it.
+__device__ inline unsigned thread_anew() {
+  unsigned thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// Who of those that bring rows a thread is.
+struct Lane {
+  int part, row;  // of the row's four lanes; of the tile
+  __device__ Lane() {
+    const unsigned thread = thread_anew();
+    part = thread % 4, row = (thread - 2 * kWarpgroup) / 4;
+  }
+};
+
+// What a lane brings of a half of its row: of 8-bit rows a quarter of each block of 64 elements.
+template <int kFormat, int kHalf>
+struct Piece {
+  uint4 blocks[4 + kHalf];  // 16 e4m3; of the half that is turned the last two are eight bfloat16
+  unsigned scales;          // of the half's blocks
+  bool is_there;
+
+  __device__ void read(const Found (&places)[kRows]) {
+    const Lane me;
+    const Found found = places[me.row];
+    is_there = found.values != nullptr;
+    for (uint4& block : blocks) block = {};
+    scales = 0;
+    if (!is_there) return;
+    const unsigned char* values = found.values + kHalf * 256 + me.part * 16;
+    for (int i = 0; i < 4 + kHalf; ++i) blocks[i] = dk::load_weak_16(values + i * 64);
+    scales = dk::load_weak_4(found.scales + kHalf * 4);
+  }
+  // Two chunks for 16 e4m3, the second where the first is ^ 16. Lanes of two rows, of which one is odd, write at once,
+  // to as many banks as there are.
+  __device__ void put(unsigned char* tile, unsigned long long*, const unsigned char*) const {
+    const Lane me;
+    const unsigned coded = dk::in_panels(me.row, me.part * 2, kPanel) + kHalf * 4 * kPanel;
+#pragma unroll
+    for (int i = 0; i < 4 - kHalf; ++i) {
+      uint4 low, high;
+      widen(blocks[i], __float2half2_rn(dk::power_of_two(scales >> i * 8 & 0xff)), low, high);
+      *reinterpret_cast<uint4*>(tile + coded + i * kPanel) = low;
+      *reinterpret_cast<uint4*>(tile + (coded ^ 16) + i * kPanel) = high;
+    }
+    const unsigned turned = dk::in_panels(me.row, 56 + me.part, kPanel);
+    for (int i = 0; i < 2 * kHalf; ++i)
+      *reinterpret_cast<uint4*>(tile + (turned ^ i * 64)) = halves_of(blocks[4 - kHalf + i]);
+  }
+};
+// Rows of bfloat16 are copied as they are; a row that is not there is 0 bytes of `anywhere`, and zeros.
+template <int kHalf>
+struct Piece<dk::kKvBf16, kHalf> {
+  const unsigned char* values;
+  bool is_there;
+
+  __device__ void read(const Found (&places)[kRows]) {
+    const Lane me;
+    const Found found = places[me.row];
+    is_there = found.values != nullptr;
+    values = found.values + kHalf * 512 + me.part * 16;
+  }
+  __device__ void put(unsigned char* tile, unsigned long long* full, const unsigned char* anywhere) const {
+    const Lane me;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      dk::copy_async_16(dk::shared_address(tile) + dk::in_panels(me.row, (kHalf * 8 + i) * 4 + me.part, kPanel),
+                        is_there ? values + i * 64 : anywhere, is_there ? 16 : 0);
+    dk::arrive_mbarrier_when_copied(full);
+  }
+};
+// Where the half was read to the end; who multiplies it is told.
+template <int kFormat, int kHalf>
+__device__ void put_piece(Shared& shared, const Piece<kFormat, kHalf>& piece, int stage, unsigned phases,
+                          const unsigned char* anywhere) {
+  const unsigned there = __ballot_sync(~0u, piece.is_there);  // four bits a row
+  dk::wait_mbarrier_acquire_cta(&shared.empty[stage][kHalf], ~phases >> stage & 1);
+  piece.put(shared.tiles[stage], &shared.full[stage][kHalf], anywhere);
+  if (kHalf == 0 && threadIdx.x % 32 == 0) {
+    unsigned bits = 0;
+    for (int of = 0; of < 8; ++of) bits |= (there >> 4 * of & 1) << of;
+    shared.present[stage][Lane().row / 8] = static_cast<unsigned char>(bits);
+  }
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) dk::arrive_mbarrier_release_cta(&shared.full[stage][kHalf]);
+}
+
 // Blocks that share a token, a power of two. Read anew each time: there are no registers to keep it.
 __device__ inline int blocks_of_token() {
   int blocks;
   asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
   return blocks;
+}
+
+// Of sums over half of the dimensions, eight of head r + 8 * h: those from 32 * i + lane % 4 * 8 on, times weight.
+// Angles turn them back; null: none do.
+template <typename T>
+__device__ inline uint4 eight_of(const float (&o)[2][kDim / 8], int h, int i, float weight, const float* angles) {
+  unsigned words[4];
+  for (int j = 0; j < 4; ++j) {
+    const int block = 4 * i + j;
+    float even = o[block / 16][block % 16 * 4 + 2 * h] * weight;
+    float odd = o[block / 16][block % 16 * 4 + 2 * h + 1] * weight;
+    if (block >= 24 && angles != nullptr) {
+      const int pair = (block - 24) * 4 + threadIdx.x % 4;
+      dk::turn(even, odd, angles[pair], -angles[dk::kRotary / 2 + pair]);
+    }
+    words[j] = dk::pair<T>(even, odd);
+  }
+  dk::transpose_four_lanes(words);
+  return {words[0], words[1], words[2], words[3]};
 }
 
 // Which rows a token attends to, and which of their tiles are this block's.
@@ -137,11 +240,19 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
 
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  static_assert(sizeof(Shared) == 223760, "as the host asks for");
-  const int warpgroup = threadIdx.x / kWarpgroup;
+  static_assert(sizeof(Shared) == 223832, "as the host asks for");
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);  // as one number: addresses of tiles follow
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
   const int r = lane / 4, c = lane % 4 * 2;  // see dk/warpgroup.cuh
   const int rank = blockIdx.x, first_head = blockIdx.y * kHeads;
+  if (threadIdx.x < 4) {
+    // A warp of those that bring rows arrives when it has put its own; copies arrive by themselves.
+    dk::init_mbarrier(shared.full[0] + threadIdx.x, 2 * kWarpgroup / 32 + (k8Bit ? 0 : 2 * kWarpgroup));
+    dk::init_mbarrier(shared.empty[0] + threadIdx.x, kWarpgroup / 32);
+  }
+  __syncthreads();
+  if constexpr (kListed)  // the list is on its way while its token is read
+    dk::prefetch_l2(listed + 1ll * blockIdx.z * list + threadIdx.x * 32, threadIdx.x * 32 < list);
   dk::wait_for_kernels_before();
   dk::let_kernels_behind_start();
   const auto rows_of = [&](int row) -> Rows {
@@ -150,69 +261,83 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
 
   if (warpgroup < 2) {
     dk::take_registers<192>();
-    // Both bring the queries, a warp those of eight heads.
-    struct Queries {
-      uint4 eight[8][2];  // of a head, this lane's two chunks
+    // Both bring the queries, a warp those of eight heads: copy them, and see that they are there.
+    const auto place_of_query = [&](int thread, int i) -> unsigned {
+      return dk::in_panels(thread / 32 * 8 + i / 2, i % 2 * 32 + thread % 32, kPanel);
     };
-    const auto read_queries = [&](int row) -> Queries {
-      Queries queries;
+    const auto copy_queries = [&](int row) {
+      const unsigned to = dk::shared_address(shared.queries);
+      const int thread = thread_anew();
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int head = first_head + threadIdx.x / 32 * 8 + i;
-        const uint4* from = reinterpret_cast<const uint4*>(q + 1ll * row * q_stride + head * kDim) + lane;
-        for (int j = 0; j < 2; ++j) queries.eight[i][j] = row < max_tokens && head < heads ? from[j * 32] : uint4{};
+      for (int i = 0; i < 16; ++i) {
+        const int head = first_head + thread / 32 * 8 + i / 2;
+        const bool is_there = row < max_tokens && head < heads;
+        const __nv_bfloat16* from = q + 1ll * row * q_stride + head * kDim + (i % 2 * 32 + thread % 32) * 8;
+        dk::copy_async_16(to + place_of_query(thread, i), is_there ? from : q, is_there ? 16 : 0);
       }
-      return queries;
+      dk::commit_copies();
     };
-    const auto put_queries = [&](const Queries& queries) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        for (int j = 0; j < 2; ++j)
-          *reinterpret_cast<uint4*>(shared.queries + dk::in_panels(threadIdx.x / 32 * 8 + i, j * 32 + lane, kPanel)) =
-              k8Bit ? halves_of(queries.eight[i][j]) : queries.eight[i][j];
+    const auto have_queries = [&]() {
+      dk::wait_for_copies<0>();
+      if constexpr (k8Bit) {
+        const int thread = thread_anew();
+#pragma unroll 4
+        for (int i = 0; i < 16; ++i) {
+          uint4* chunk = reinterpret_cast<uint4*>(shared.queries + place_of_query(thread, i));
+          *chunk = halves_of(*chunk);
+        }
+      }
       dk::fence_proxy_async_shared();
       dk::meet_acq_rel_cta(kQueries, 2 * kWarpgroup);
     };
-    const auto add_rows = [&](float (&o)[2][kDim / 8], float (&sum)[2], int stage, bool made) {
-      if (made) dk::meet_acq_rel_cta(kMade + stage, kWarpgroup);
-      else dk::meet_acq_rel_cta(kProbable + stage, 2 * kWarpgroup);
+    unsigned phases = 0;  // of the tiles, a bit each
+    const auto scale_sums = [&](float (&o)[2][kDim / 8], float (&sum)[2], int stage) {
       const float low = shared.factors[stage][warp * 16 + r], high = shared.factors[stage][warp * 16 + r + 8];
       if (__any_sync(~0u, low != 1.0f || high != 1.0f)) {
 #pragma unroll
         for (int j = 0; j < kDim / 4; ++j) o[j / 64][j % 64] *= j & 2 ? high : low;
         sum[0] *= low, sum[1] *= high;
       }
-      const unsigned probabilities = dk::shared_address(shared.probabilities[stage]);
-      const unsigned values = dk::shared_address(shared.tiles[stage]) + warpgroup * 4 * kPanel;
+    };
+    const auto add_rows = [&](float (&o)[2][kDim / 8], int stage) {
+      dk::fence_proxy_async_shared();
+      const auto probabilities = dk::by_rows(dk::shared_address(shared.probabilities[stage]));
+      const auto values = dk::by_columns(dk::shared_address(shared.tiles[stage]) + warpgroup * 4 * kPanel, kPanel);
       dk::begin_products();
 #pragma unroll
       for (int step = 0; step < kRows / 16; ++step)
         for (int part = 0; part < 2; ++part)
-          dk::multiply_64_by<T, 128>(o[part], dk::by_rows(probabilities + step * 32),
-                                     dk::by_columns(values + part * 2 * kPanel + step * 2048, kPanel), true);
+          dk::multiply_64_by<T, 128>(o[part], dk::later(probabilities, step * 32),
+                                     dk::later(values, part * 2 * kPanel + step * 2048), true);
       dk::commit_products();
       dk::wait_for_products<0>();
-      dk::arrive_release_cta(kEmpty + stage, kThreads);
+      __syncwarp();
+      if (lane == 0) dk::arrive_mbarrier_release_cta(&shared.empty[stage][warpgroup]);
     };
-    // They take turns at making the probabilities of a tile, and what sums so far are multiplied by. The maximum goes
-    // from one to the other.
-    const auto make_probabilities = [&](int stage, bool is_first, bool is_last, float (&added)[2]) {
-      dk::meet_acq_rel_cta(kFull + stage, 3 * kWarpgroup);
+    // Those of this warpgroup's tile, and what sums so far are multiplied by; gives whether by another number than 1.
+    // The maximum goes from one warpgroup to the other.
+    const auto make_probabilities = [&](bool is_first, bool is_last, float (&added)[2]) -> bool {
+      const int stage = warpgroup;
       const float unit = scale * dk::kLog2e;
-      const unsigned queries = dk::shared_address(shared.queries), keys = dk::shared_address(shared.tiles[stage]);
       float s[kRows / 2];
-      dk::begin_products();
 #pragma unroll
-      for (int step = 0; step < kDim / 16; ++step) {
-        const unsigned at = step / 4 * kPanel + step % 4 * 32;
-        dk::multiply_64_by<T, 64>(s, dk::by_rows(queries + at), dk::by_rows(keys + at), step > 0);
+      for (int i = 0; i < 2; ++i) {
+        const int half = i ^ warpgroup;
+        dk::wait_mbarrier_acquire_cta(&shared.full[stage][half], phases >> stage & 1);
+        dk::fence_proxy_async_shared();
+        const auto queries = dk::by_rows(dk::shared_address(shared.queries) + half * 4 * kPanel);
+        const auto keys = dk::by_rows(dk::shared_address(shared.tiles[stage]) + half * 4 * kPanel);
+        dk::begin_products();
+#pragma unroll
+        for (int step = 0; step < kDim / 32; ++step) {
+          const unsigned at = step / 4 * kPanel + step % 4 * 32;
+          dk::multiply_64_by<T, 64>(s, dk::later(queries, at), dk::later(keys, at), i + step > 0);
+        }
+        dk::commit_products();
       }
-      dk::commit_products();
       dk::wait_for_products<0>();
 
       float most[2] = {-CUDART_INF_F, -CUDART_INF_F};
-#pragma unroll
-      for (int j = 0; j < kRows / 2; ++j) s[j] *= unit;
       const unsigned long long there = *reinterpret_cast<const unsigned long long*>(shared.present[stage]);
       if (there != ~0ull) {
 #pragma unroll
@@ -223,14 +348,16 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
       for (int j = 0; j < kRows / 2; ++j) most[j >> 1 & 1] = fmaxf(most[j >> 1 & 1], s[j]);
       for (int h = 0; h < 2; ++h)
         for (int step = 1; step < 4; step *= 2) most[h] = fmaxf(most[h], __shfl_xor_sync(~0u, most[h], step));
+      most[0] *= unit, most[1] *= unit;
       if (!is_first) dk::meet_acq_rel_cta(kRaised + (stage ^ 1), 2 * kWarpgroup);
       float from[2];
+      bool raised = false;
       for (int h = 0; h < 2; ++h) {
         const int head = warp * 16 + r + 8 * h;
         float maximum = is_first ? -CUDART_INF_F : shared.maxima[stage ^ 1][head], factor = 1.0f;
         if (most[h] > maximum + dk::kSlack) {  // never so between two -inf
           factor = dk::exp2_approx(maximum - most[h]);
-          maximum = most[h];
+          maximum = most[h], raised = true;
         }
         from[h] = maximum == -CUDART_INF_F ? 0.0f : maximum;
         if (c == 0) shared.factors[stage][head] = factor, shared.maxima[stage][head] = maximum;
@@ -243,13 +370,14 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
 #pragma unroll
       for (int j = 0; j < kRows / 2; j += 2) {
         const int h = j >> 1 & 1;
-        const float first = dk::exp2_approx(s[j] - from[h]), second = dk::exp2_approx(s[j + 1] - from[h]);
+        const float first = dk::exp2_approx(s[j] * unit - from[h]);
+        const float second = dk::exp2_approx(s[j + 1] * unit - from[h]);
         added[h] += first + second;
         *reinterpret_cast<unsigned*>(shared.probabilities[stage] + (place ^ j / 4 << 4) + h * 1024) =
             dk::pair<T>(first, second);
       }
-      dk::fence_proxy_async_shared();
       dk::arrive_release_cta(kProbable + stage, 2 * kWarpgroup);
+      return dk::meet_any_acq_rel_cta(kMade + stage, kWarpgroup, raised);
     };
     // Of one of this block's heads: what its sums are multiplied by in the end, and its lse.
     const auto weight_of = [&](int head, float maximum, float sum) -> float {
@@ -260,76 +388,56 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
         lse[1ll * row * heads + first_head + head] =
             sum == 0.0f ? -CUDART_INF_F : (maximum + __log2f(sum)) * dk::kLn2;
     };
-    // Where the pair of columns c of block 0 of this thread's heads goes, where the queries were; block b's is at ^ b %
-    // 8 << 4 in panel b / 8, and head r + 8's 1024 bytes on.
-    const auto place_of_results = [&]() -> unsigned {
-      return warpgroup * 4 * kPanel + (warp * 16 + r) * 128 + (r << 4) + c * 2;
+    // What a thread brings of the angles of a token's position.
+    const auto angle_of = [&](int row, const Rows& rows) -> float {
+      DK_CHECK(cos_sin == nullptr || row >= max_tokens || rows.position < max_position,
+               "row %d is at position %d: cos_sin has %d rows\n", row, rows.position, max_position);
+      if (cos_sin == nullptr || threadIdx.x >= dk::kRotary) return 0.0f;
+      return cos_sin[1ll * min(rows.position, max_position - 1) * dk::kRotary + threadIdx.x];
     };
-    // All of a token: round it, and bring it away in whole rows.
-    const auto put_results = [&](float (&o)[2][kDim / 8], int row, unsigned last, Queries& following) {
-      const unsigned place = place_of_results();
+    const auto put_results = [&](float (&o)[2][kDim / 8], int row, int last) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int head = warp * 16 + r + 8 * h;
         const float sum = shared.sums[0][head] + shared.sums[1][head];
         const float maximum = sum == 0.0f ? 0.0f : shared.maxima[last][head], weight = weight_of(head, maximum, sum);
         if (warpgroup == 0 && c == 0) put_lse(row, head, maximum, sum);
+        uint4* to = reinterpret_cast<uint4*>(out + (1ll * row * heads + first_head + head) * kDim) + warpgroup * 32;
 #pragma unroll
-        for (int block = 0; block < 32; ++block) {
-          float even = o[block / 16][block % 16 * 4 + 2 * h] * weight;
-          float odd = o[block / 16][block % 16 * 4 + 2 * h + 1] * weight;
-          if (block >= 24 && warpgroup == 1 && cos_sin != nullptr) {  // back by the token's position
-            const int pair = (block - 24) * 4 + c / 2;
-            dk::turn(even, odd, shared.angles[pair], -shared.angles[dk::kRotary / 2 + pair]);
-          }
-          *reinterpret_cast<unsigned*>(shared.queries + (place ^ block % 8 << 4) + block / 8 * kPanel + h * 1024) =
-              dk::pair<__nv_bfloat16>(even, odd);
+        for (int i = 0; i < 8; ++i) {
+          const uint4 eight = eight_of<__nv_bfloat16>(
+              o, h, i, weight, warpgroup == 1 && cos_sin != nullptr ? shared.angles : nullptr);
+          if (first_head + head < heads) to[i * 4 + c / 2] = eight;
         }
       }
-      dk::meet_acq_rel_cta(kStaged, 2 * kWarpgroup);
-      following = read_queries(row + gridDim.z);  // on their way while the results go theirs
-#pragma unroll 4
-      for (int i = 0; i < 16; ++i) {
-        const int head = i / 2 * 8 + threadIdx.x / 32, chunk = i % 2 * 32 + lane;
-        if (first_head + head < heads)
-          *reinterpret_cast<uint4*>(out + (1ll * row * heads + first_head + head) * kDim + chunk * 8) =
-              *reinterpret_cast<const uint4*>(shared.queries + dk::in_panels(head, chunk, kPanel));
-      }
-      dk::meet_acq_rel_cta(kStaged, 2 * kWarpgroup);  // the queries may come
     };
     // A token that the cluster shares: divide what this block has by its sum, give the others what it has of heads of
     // which they make the results, where the tiles were, and make some.
-    const int splits = blocks_of_token(), each = kHeads / splits;
-    const auto part_at = [&](int from, int head, int chunk) -> const T* {  // eight of one of this block's heads
-      return reinterpret_cast<const T*>(shared.tiles) + ((from * each + head) * (kDim / 8) + chunk) * 8;
+    const int splits = blocks_of_token(), bits = 31 - __clz(kHeads / splits), each = 1 << bits;
+    // Eight of one of this block's heads, as another block has them. Heads of which one is odd are written at once, to
+    // as many banks as there are.
+    const auto part_at = [&](int from, int head, int chunk) -> uint4* {
+      return reinterpret_cast<uint4*>(shared.tiles) + (from * each + head) * (kDim / 8) + (chunk ^ (head & 1) << 2);
     };
-    const auto merge_results = [&](float (&o)[2][kDim / 8], int row, unsigned last) {
+    const auto merge_results = [&](float (&o)[2][kDim / 8], int row, int last) {
       dk::arrive_relaxed_cluster();  // this block reads no tile any more
-      const unsigned place = place_of_results();
+      dk::wait_acquire_cluster();
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int head = warp * 16 + r + 8 * h;
         const float sum = shared.sums[0][head] + shared.sums[1][head], inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
-        for (int block = 0; block < 32; ++block)
-          *reinterpret_cast<unsigned*>(shared.queries + (place ^ block % 8 << 4) + block / 8 * kPanel + h * 1024) =
-              dk::pair<T>(o[block / 16][block % 16 * 4 + 2 * h] * inverse,
-                          o[block / 16][block % 16 * 4 + 2 * h + 1] * inverse);
-      }
-      dk::meet_acq_rel_cta(kStaged, 2 * kWarpgroup);
-      dk::wait_acquire_cluster();
-      const int first = threadIdx.x / 32;  // of the eight warps
-#pragma unroll 4
-      for (int i = 0; i < 16; ++i) {
-        const int head = i / 2 * 8 + first, chunk = i % 2 * 32 + lane;
-        const unsigned char* mine = shared.queries + dk::in_panels(head, chunk, kPanel);
-        dk::store_shared_cluster_16(dk::shared_address(part_at(rank, head % each, chunk)), head / each,
-                                    *reinterpret_cast<const uint4*>(mine));
+        for (int i = 0; i < 8; ++i) {
+          const uint4 eight = eight_of<T>(o, h, i, inverse, nullptr);
+          uint4* to = part_at(rank, head & each - 1, warpgroup * 32 + i * 4 + c / 2);
+          if (head >> bits == rank) *to = eight;
+          else dk::store_shared_cluster_16(dk::shared_address(to), head >> bits, eight);
+        }
       }
       if (threadIdx.x < kHeads) {
         const float sum = shared.sums[0][threadIdx.x] + shared.sums[1][threadIdx.x];
-        dk::store_shared_cluster_8(dk::shared_address(shared.totals + rank * each + threadIdx.x % each),
-                                   threadIdx.x / each,
+        dk::store_shared_cluster_8(dk::shared_address(shared.totals + rank * each + (threadIdx.x & each - 1)),
+                                   threadIdx.x >> bits,
                                    {sum == 0.0f ? -CUDART_INF_F : shared.maxima[last][threadIdx.x], sum});
       }
       dk::meet_acq_rel_cluster();
@@ -348,7 +456,8 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
         for (int from = 0; from < splits; ++from) shared.totals[from * each + threadIdx.x].y *= weight;
       }
       dk::meet_acq_rel_cta(kStaged, 2 * kWarpgroup);
-      for (int i = first; i < each; i += 8) {
+#pragma unroll 2
+      for (int i = threadIdx.x / 32; i < each; i += 8) {
         const int head = first_head + rank * each + i;
         if (head >= heads) break;
         float y[2][8] = {};
@@ -356,7 +465,7 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
         for (int from = 0; from < splits; ++from) {
           const float weight = shared.totals[from * each + i].y;
           for (int j = 0; j < 2; ++j) {
-            const auto x = dk::Vec<T, 8>::load(part_at(from, i, j * 32 + lane));
+            const auto x = dk::Vec<T, 8>::load(reinterpret_cast<const T*>(part_at(from, i, j * 32 + lane)));
             for (int e = 0; e < 8; ++e) y[j][e] += weight * dk::to_float(x.elements[e]);
           }
         }
@@ -371,50 +480,60 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
       }
     };
 
-    unsigned turn = 0;
-    Queries queries = read_queries(blockIdx.z);
+    copy_queries(blockIdx.z);
     if (threadIdx.x < kHeads)
       shared.sinks[threadIdx.x] =
           sinks != nullptr && first_head + threadIdx.x < heads ? sinks[first_head + threadIdx.x] : -CUDART_INF_F;
+    Rows rows = rows_of(blockIdx.z);
+    float angle = angle_of(blockIdx.z, rows);
     for (int row = blockIdx.z; row < max_tokens; row += gridDim.z) {
-      put_queries(queries);
-      const Rows rows = rows_of(row);
-      DK_CHECK(cos_sin == nullptr || rows.position < max_position, "row %d is at position %d: cos_sin has %d rows\n",
-               row, rows.position, max_position);
-      if (cos_sin != nullptr && threadIdx.x < dk::kRotary)
-        shared.angles[threadIdx.x] = cos_sin[1ll * min(rows.position, max_position - 1) * dk::kRotary + threadIdx.x];
-      for (int i = threadIdx.x; i < kHeads * kDim / 64; i += 2 * kWarpgroup)  // the next token's queries
-        dk::prefetch_l2(q + 1ll * (row + gridDim.z) * q_stride + first_head * kDim + i * 64,
-                        row + gridDim.z < max_tokens && first_head + i / 8 < heads);
+      if (threadIdx.x < dk::kRotary) shared.angles[threadIdx.x] = angle;
+      have_queries();
+      const int next = row + gridDim.z;
+      for (int i = threadIdx.x; i < kHeads * kDim / 64; i += 2 * kWarpgroup)
+        dk::prefetch_l2(q + 1ll * next * q_stride + first_head * kDim + i * 64,
+                        next < max_tokens && first_head + i / 8 < heads);
       float o[2][kDim / 8] = {}, sum[2] = {};  // 64 heads by twice 128 dimensions; heads r and r + 8
       const int tiles = rows.end_tile - rows.tile;
 #pragma unroll 1
-      for (int tile = 0; tile < tiles; tile += 2) {  // each makes the probabilities of one of two, and both add the two
-        const int mine = tile + ((turn + tile) % 2 != warpgroup);
+      for (int tile = 0; tile < tiles; tile += 2) {
+        const int two = tile + 1 < tiles;
         float added[2] = {};
-        if (mine < tiles) make_probabilities((turn + mine) % 2, mine == 0, mine + 1 == tiles, added);
+        bool raised = true;
+        if (warpgroup <= two) raised = make_probabilities(tile + warpgroup == 0, tile + warpgroup + 1 >= tiles, added);
+        // The second warpgroup begins with its own tile, unless what the first one adds had to be multiplied before.
+        const int first = warpgroup == 1 && !raised;
 #pragma unroll 1
-        for (int each = tile; each < min(tile + 2, tiles); ++each) {
-          add_rows(o, sum, (turn + each) % 2, each == mine);
-          if (each == mine) sum[0] += added[0], sum[1] += added[1];
+        for (int i = 0; i <= two; ++i) {
+          const int stage = i ^ first;
+          if (stage != warpgroup) dk::meet_acq_rel_cta(kProbable + stage, 2 * kWarpgroup);
+          if (i == 0 || !first) scale_sums(o, sum, i);
+          if (stage == warpgroup) sum[0] += added[0], sum[1] += added[1];
+          add_rows(o, stage);
         }
+        phases ^= 1 | two << 1;
       }
-      turn += tiles;
       for (int h = 0; h < 2; ++h) {
         for (int step = 1; step < 4; step *= 2) sum[h] += __shfl_xor_sync(~0u, sum[h], step);
         if (c == 0) shared.sums[warpgroup][warp * 16 + r + 8 * h] = sum[h];
       }
       dk::meet_acq_rel_cta(kSummed, 2 * kWarpgroup);
+      const int last = tiles % 2 ^ 1;
       if (splits > 1) {
-        merge_results(o, row, (turn + 1) % 2);
+        merge_results(o, row, last);
         break;  // the only one
       }
-      put_results(o, row, (turn + 1) % 2, queries);
+      // The next token's are on their way while the results go theirs.
+      copy_queries(next);
+      if (next < max_tokens) rows = rows_of(next);
+      put_results(o, row, last);
+      angle = angle_of(next, rows);
+      dk::meet_acq_rel_cta(kStaged, 2 * kWarpgroup);  // these angles and sums were read
     }
   } else {
     dk::give_back_registers<64>();
-    // Rows are looked for four tiles at a time, a thread each, in three steps of a load each, while others go by: which
-    // entry, in which page, where. Of a tile a warp has eight rows, with four lanes each.
+    // Rows are looked for four tiles at a time, a thread each, of one token after another; read of a tile is by eight
+    // rows a warp, with four lanes each.
     constexpr int kWindow = 1 << 30;  // more for an entry of the window
     const auto source_of = [&](int entry) -> dk::PagesOf<kFormat, const unsigned char> {
       const bool is_window = entry >= kWindow;
@@ -422,128 +541,65 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
               is_window ? window_pages : entry_pages, is_window ? window_width : entry_width,
               is_window ? window_bits : entry_bits,   is_window ? window_page_bytes : entry_page_bytes};
     };
-    int row = blockIdx.z, done = 0;     // the token, and how many of its tiles were looked for
-    int entry = -1, page = -1;          // of this thread's row; below 0: none
-    const auto choose = [&]() -> int {  // the next tiles of a token, 0 if there are no more
-      for (entry = -1; row < max_tokens; row += gridDim.z, done = 0) {
+    const int slot = thread / kRows + (warpgroup - 2) * 2;
+    int row = blockIdx.z, number = slot;  // the token of this thread's tile, and which of its tiles that is
+    int placed = 0;                       // tiles
+    const auto look = [&]() {
+      int entry = -1, kind = kNoTile;
+      Found found = {nullptr, nullptr};
+      for (; row < max_tokens; row += gridDim.z) {
         const Rows rows = rows_of(row);
         DK_CHECK(rows.end - max(0, rows.position + 1 - window) <= 1ll * window_width << window_bits,
                  "row %d attends to positions from %d on, and its request has %d tokens: the window has room for %d\n",
                  row, max(0, rows.position + 1 - window), rows.end, window_width << window_bits);
-        const int tiles = min(4, rows.end_tile - rows.tile - done);
-        if (tiles <= 0) continue;
-        const int number = (rows.tile + done) * kRows + threadIdx.x - 2 * kWarpgroup;
-        done += tiles, entry = number - rows.of_window;
+        const int tiles = rows.end_tile - rows.tile;
+        if (number >= tiles) {
+          number -= tiles;
+          continue;
+        }
+        kind = number % 2 == 0 && number + 1 == tiles ? kAlone : kOfTwo;
+        const int at = (rows.tile + number) * kRows + thread % kRows;
+        entry = at - rows.of_window;
         if (entry < 0) entry += rows.position + 1 + kWindow;
-        else if (number >= rows.count) entry = -1;
+        else if (at >= rows.count) entry = -1;
         else if constexpr (kListed) entry = listed[1ll * row * list + entry];
-        DK_CHECK(entry < 0 || number < rows.of_window || entry < visible[row],
+        DK_CHECK(entry < 0 || at < rows.of_window || entry < visible[row],
                  "row %d attends to entry %d, and sees %d\n", row, entry, visible[row]);
-        if (entry >= 0) page = *source_of(entry).page_number(rows.request, entry % kWindow);
-        return tiles;
+        if (entry >= 0) {
+          const auto source = source_of(entry);
+          const int page = source.page_of(rows.request, entry % kWindow);
+          const int place = source.place_of(entry % kWindow);
+          if (page >= 0) found = {source.values(page, place), source.scales(page, place)};
+        }
+        break;
       }
-      return 0;
-    };
-    const auto place = [&](Found* places) {
-      asm volatile("" : "+r"(entry));  // else all that follows from it is computed before the tiles, and kept
-      Found found = {nullptr, nullptr};
-      const auto source = source_of(entry);
-      if (entry >= 0 && source.has(page, dk::StepToken::load(tokens, row).request, entry % kWindow)) {
-        const int at = source.place_of(entry % kWindow);
-        found = {source.values(page, at), source.scales(page, at)};
-      }
-      places[threadIdx.x - 2 * kWarpgroup] = found;
+      dk::meet_acq_rel_cta(kFound, 2 * kWarpgroup);  // who is behind has read what was there
+      shared.places[(placed + slot) % 8][thread % kRows] = found;
+      if (thread % kRows == 0) shared.kinds[(placed + slot) % 8] = kind;
+      number += 4, placed += 4;
       dk::meet_acq_rel_cta(kFound, 2 * kWarpgroup);
     };
-    // Each phase asks anew who it is: then the compiler does not keep in registers what follows from that.
-    struct Lane {
-      int part, row;  // of the row's four lanes; of the tile
-      __device__ Lane() {
-        unsigned thread;
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-        part = thread % 4, row = (thread - 2 * kWarpgroup) / 4;
-      }
-    };
-    const auto read = [&](const Found& found) -> Piece {
-      Piece piece = {};
-      if (found.values == nullptr) return piece;
-      const unsigned char* values = found.values + Lane().part * 16;
-      for (int i = 0; i < 7; ++i) piece.coded[i] = dk::load_weak_16(values + i * 64);
-      for (int i = 0; i < 2; ++i) piece.rotated[i] = dk::load_weak_16(values + 448 + i * 64);
-      piece.scales = dk::load_weak_8(found.scales);
-      return piece;
-    };
-    const auto copy = [&](unsigned char* tile, const Found& found) {  // bfloat16 rows
-      const Lane me;
-#pragma unroll 4
-      for (int i = 0; i < 16; ++i)
-        dk::copy_async_16(dk::shared_address(tile) + dk::in_panels(me.row, i * 4 + me.part, kPanel),
-                          found.values == nullptr ? window_pool : found.values + (i * 4 + me.part) * 16,
-                          found.values == nullptr ? 0 : 16);
-      dk::commit_copies();
-    };
-
-    constexpr int kHalf = 4 * kRows;
-    int tiles = choose(), turn = 0;
-    int at = Lane().row;  // which of the places is that of this thread's row of the next tile
-    place(shared.places[0]);
-    [[maybe_unused]] Found found;
-    [[maybe_unused]] Piece piece;
-    bool is_there;
-    const auto take = [&]() {
-      const Found next = shared.places[0][at];
-      is_there = next.values != nullptr;
-      if constexpr (k8Bit) piece = read(next);
-      else found = next;
-    };
-    take();
-    while (tiles > 0) {
-      const int following = choose();
+    Piece<kFormat, 0> low;
+    Piece<kFormat, 1> high;
+    unsigned phases = 0;  // of the tiles, a bit each
+    look();
+    int tile = 0, kind = shared.kinds[0];  // the first of a pair
+    low.read(shared.places[0]), high.read(shared.places[kind == kOfTwo]);
+    while (kind != kNoTile) {
+      const int two = kind == kOfTwo, next = tile + 1 + two;
+      kind = shared.kinds[next % 8];
+      // The first tile's low half, the second's high, the second's low, the first's high.
 #pragma unroll 1
-      for (; tiles > 0; --tiles, ++turn) {
-        const int stage = turn % 2;
-        unsigned char* tile = shared.tiles[stage];
-        const unsigned there = __ballot_sync(~0u, is_there);  // four bits a row
-        if (turn >= 2) dk::meet_acq_rel_cta(kEmpty + stage, kThreads);
-        if constexpr (k8Bit) {
-          // The row's chunks: two of them for 16 e4m3, the second where the first is ^ 16. Lanes of two rows, of which
-          // one is odd, write at once, to as many banks as there are.
-          const Lane me;
-          const unsigned coded = dk::in_panels(me.row, me.part * 2, kPanel);
-          const unsigned rotated = dk::in_panels(me.row, 56 + me.part, kPanel);
-#pragma unroll
-          for (int block = 0; block < 7; ++block) {
-            const unsigned scale = (block < 4 ? piece.scales.x : piece.scales.y) >> block % 4 * 8 & 0xff;
-            uint4 low, high;
-            widen(piece.coded[block], __float2half2_rn(dk::power_of_two(scale)), low, high);
-            *reinterpret_cast<uint4*>(tile + coded + block * kPanel) = low;
-            *reinterpret_cast<uint4*>(tile + (coded ^ 16) + block * kPanel) = high;
-          }
-          for (int half = 0; half < 2; ++half)
-            *reinterpret_cast<uint4*>(tile + (rotated ^ half * 64)) = halves_of(piece.rotated[half]);
-        } else {
-          copy(tile, found);
-          dk::wait_for_copies<0>();
-        }
-        if (lane == 0) {
-          unsigned bits = 0;
-          for (int of = 0; of < 8; ++of) bits |= (there >> 4 * of & 1) << of;
-          shared.present[stage][Lane().row / 8] = static_cast<unsigned char>(bits);
-        }
-        dk::fence_proxy_async_shared();
-        dk::arrive_release_cta(kFull + stage, 3 * kWarpgroup);
-        // Behind the fence, which would wait for what is loaded.
-        at += kRows;
-        if (tiles == 1) {
-          const int other = (at - kRows) / kHalf * kHalf ^ kHalf;
-          place(shared.places[0] + other);
-          at = other + Lane().row;
-        }
-        take();
+      for (int i = 0; i <= two; ++i) {
+        put_piece(shared, low, i, phases, window_pool);
+        low.read(shared.places[(i < two ? tile + 1 : next) % 8]);
+        put_piece(shared, high, two - i, phases, window_pool);
+        high.read(shared.places[(i < two ? tile : next + (kind == kOfTwo)) % 8]);
       }
-      tiles = following;
+      phases ^= 1 | two << 1;
+      tile = next;
+      if (placed < tile + 4) look();  // now there is time: nobody waits for this, but for the tiles to be used
     }
-    for (int left = max(turn - 2, 0); left < turn; ++left) dk::meet_acq_rel_cta(kEmpty + left % 2, kThreads);
     if (blocks_of_token() > 1) {  // as the others do
       dk::arrive_relaxed_cluster();
       dk::wait_acquire_cluster();

@@ -259,7 +259,9 @@ class LatentAttention:
             caches: those of this layer, of the formats of the workspace's keys.
             after: what has x and the rows of the step; a node, or its programmatic port.
             branch: whether compressors stand behind an IF node, so that a step in which no entry ends only saves its
-                rows. Without, `kv_compress` finds that out in each of its blocks. Bits are the same.
+                rows. Without, `kv_compress` finds that out in each of its blocks. Bits are the same. On an H200 the
+                node costs more than it skips: a step of one token takes 121 us with it and 110 without in a layer of
+                ratio 4, 104 and 99 in one of ratio 128, whether an entry ends or not.
             name: what names of nodes begin with.
         """
         is_a(Workspace, "LatentAttention", "workspace", workspace)

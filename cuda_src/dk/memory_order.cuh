@@ -84,6 +84,11 @@ __device__ inline uint2 load_weak_8(const void* p) {
   asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(p) : "memory");
   return value;
 }
+__device__ inline unsigned load_weak_4(const void* p) {
+  unsigned value;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
 
 // To all devices that have memory behind the multicast address `p`. Each word is one access.
 __device__ inline void multimem_store_relaxed_sys_16(void* p, uint4 value) {
@@ -121,7 +126,19 @@ __device__ inline void meet_acq_rel_cta(int barrier, int threads) {
 __device__ inline void arrive_release_cta(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// What this thread wrote to shared memory is seen by products that are queued after it has met their warps.
+// Meet, and learn whether any of them came with `any`.
+__device__ inline bool meet_any_acq_rel_cta(int barrier, int threads, bool any) {
+  unsigned result;
+  asm volatile(
+      "{\n\t.reg .pred p, q;\n\tsetp.ne.u32 p, %3, 0;\n\t"
+      "bar.red.or.pred q, %1, %2, p;\n\tselp.u32 %0, 1, 0, q;\n\t}"
+      : "=r"(result)
+      : "r"(barrier), "r"(threads), "r"(static_cast<unsigned>(any))
+      : "memory");
+  return result;
+}
+// What this thread wrote to shared memory, or others that it has met since, is seen by products that are queued after
+// it has met their warps: the fence may stand on either side of the meeting.
 __device__ inline void fence_proxy_async_shared() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -193,6 +210,36 @@ __device__ inline void init_mbarrier_release_cluster(unsigned long long* mbarrie
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(
                    shared_address(mbarrier)), "r"(arrivals)
                : "memory");
+#endif
+}
+// An mbarrier of this block, for as many phases as there will be, each of so many arrivals. Threads that have met since
+// may use it. Who waits gives the phase's parity; that of the phase before the first, 1, is over from the start.
+__device__ inline void init_mbarrier(unsigned long long* mbarrier, int arrivals) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(mbarrier)), "r"(arrivals) : "memory");
+#endif
+}
+__device__ inline void arrive_mbarrier_release_cta(unsigned long long* mbarrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(mbarrier)) : "memory");
+#endif
+}
+__device__ inline void wait_mbarrier_acquire_cta(unsigned long long* mbarrier, unsigned parity) {
+#if __CUDA_ARCH__ >= 900
+  unsigned over = 0;
+  while (!over)
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, p;\n\t}"
+        : "=r"(over)
+        : "r"(shared_address(mbarrier)), "r"(parity)
+        : "memory");
+#endif
+}
+// Arrive as soon as all copies that this thread has queued are there (see dk/async_copy.cuh).
+__device__ inline void arrive_mbarrier_when_copied(unsigned long long* mbarrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(mbarrier)) : "memory");
 #endif
 }
 // Arrive at block `block`'s, which has to wait for `bytes` more. Orders nothing: the bytes do, as they come.

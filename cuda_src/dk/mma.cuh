@@ -33,6 +33,21 @@ __device__ inline unsigned transposed(unsigned pair) {
   return result;
 }
 
+// Of four words that each of four lanes has, lane i gets the i-th ones, in the order of the lanes.
+__device__ inline void transpose_four_lanes(unsigned (&words)[4]) {
+  const unsigned lane = threadIdx.x;
+#pragma unroll
+  for (unsigned step = 1; step < 4; step *= 2)
+#pragma unroll
+    for (unsigned i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const bool upper = lane & step;
+      const unsigned got = __shfl_xor_sync(~0u, upper ? words[i] : words[i + step], step);
+      words[i] = upper ? got : words[i];
+      words[i + step] = upper ? words[i + step] : got;
+    }
+}
+
 template <typename T>
 __device__ void mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]);
 template <>

@@ -31,6 +31,9 @@ __device__ inline unsigned long long by_columns(unsigned address, unsigned panel
          1ull << 62;
 }
 
+// What stands so many bytes later.
+__device__ inline unsigned long long later(unsigned long long matrix, unsigned bytes) { return matrix + (bytes >> 4); }
+
 // The byte of a tile where chunk `chunk` (of the whole row) of row `row` stands.
 __device__ inline unsigned in_panels(int row, int chunk, unsigned panel_bytes) {
   return (chunk >> 3) * panel_bytes + row * 128 + (((chunk ^ row) & 7) << 4);

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["sparse_attention"]
 
 DIM, HEADS, ROWS = 512, 64, 64  # of a block, and of a tile of rows
-THREADS, SHARED_BYTES = 512, 223760
+THREADS, SHARED_BYTES = 512, 223832
 MOST_SPLITS = 8  # blocks of a cluster
 
 bfloat16, float32, int32 = (np.dtype(each) for each in (ml_dtypes.bfloat16, np.float32, np.int32))

@@ -247,6 +247,30 @@ def test_blocks_go_from_token_to_token(
         assert_equal_bits(got, want)
 
 
+@pytest.mark.parametrize("form", [KV_FP8, KV_BF16], ids=["fp8", "bf16"])
+def test_a_block_goes_through_tokens_of_any_number_of_tiles(
+    stream: Stream, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, form: Format
+) -> None:
+    monkeypatch.setattr(Device, "multiprocessors", 1)
+    lengths = (40, 700, 40, 200, 100, 1000, 40, 400)  # 1, 5, 1, 3, 2, 6, 1 and 4 tiles: pairs begin anywhere
+    step = Step(rng, [(1, length) for length in lengths], form=form, k=300, padding=1, spread=0.1)
+    check(step, run(stream, step))
+
+
+@pytest.mark.drvkit_check
+@pytest.mark.parametrize("form", [KV_FP8, KV_BF16], ids=["fp8", "bf16"])
+def test_no_two_warps_race(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, form: Format) -> None:
+    """Neither where a block goes from token to token (of 1, 5, 1, 3, 2 and 1 tiles), nor where a cluster shares one."""
+    device = Device("cpu")
+    monkeypatch.setattr(Device, "multiprocessors", 1)
+    with device.stream() as stream:
+        step = Step(rng, [(1, length) for length in (40, 700, 40, 200, 100, 40)], form=form, k=300, spread=0.1)
+        check(step, run(stream, step))
+        monkeypatch.setattr(Device, "multiprocessors", 132)
+        step = Step(rng, [(1, 300)], form=form, spread=0.1)
+        check(step, run(stream, step))
+
+
 def test_the_bits_of_a_token_do_not_depend_on_others(stream: Stream, rng: np.random.Generator) -> None:
     step = Step(rng, [(1, 300), (4, 90), (1, 700)], padding=200)
     together = run(stream, step)
