@@ -178,6 +178,7 @@ __global__ void __launch_bounds__(kHeads * kLanes, 3)
                   unsigned char* values, unsigned char* scales, float* out_weights, long long q_row, int max_position,
                   float factor, bool hadamard) {
   static_assert(dk::Record<kFormat>::kDim == kDim, "queries have the format of keys");
+  dk::prefetch_l2(q + blockIdx.x * q_row + threadIdx.x * (kDim / kLanes), true);
   dk::wait_for_kernels_before();
   dk::let_kernels_behind_start();
 

@@ -349,8 +349,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ uint2 bounds[kWarps];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, row = blockIdx.x;
   const float* const from = scores + row * row_stride;
-#pragma unroll 1
-  for (int at = thread * 32; at < width; at += kThreads * 32) dk::prefetch_l2(from + at, true);
+  if (thread == 0 && width >= 4) dk::prefetch_bulk_l2(from, width / 4 * 16);
   dk::wait_for_kernels_before();
   dk::let_kernels_behind_start();
 

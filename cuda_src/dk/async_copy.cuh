@@ -28,6 +28,12 @@ __device__ inline void copy_async_16(unsigned to, const void* from, int bytes, u
 __device__ inline void prefetch_l2(const void* p, bool wanted) {
   if (wanted) asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
+// The same of `bytes` from p on, both multiples of 16, by one thread. Before sm_90 nothing comes.
+__device__ inline void prefetch_bulk_l2(const void* p, unsigned bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+#endif
+}
 // What this thread has queued since the last call is one group.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until all groups of this thread but the newest kLeft are there. Others see them behind a barrier.
