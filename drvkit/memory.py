@@ -482,6 +482,9 @@ def copy(target: Any, source: Any, stream: Any, device: Device) -> None:
         if stream is None:
             device.synchronize()
             driver.cuMemcpy3D(plan)
+            # It returns as soon as pageable memory was read, or a copy within the device was queued: what comes next on
+            # a stream that does not wait for stream 0 could still meet what was there before.
+            driver.cuStreamSynchronize(driver.CUstream(0))
         else:
             stream = device.as_stream(stream)
             driver.cuMemcpy3DAsync(plan, stream.handle)

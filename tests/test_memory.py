@@ -220,6 +220,23 @@ def test_a_copy_of_strides_touches_nothing_else(
     same(target if ends[1] == "host" else target.numpy(), target_host)
 
 
+def test_what_was_copied_without_a_stream_is_there_for_all_streams(
+    device: dk.Device, stream: dk.Stream, rng: np.random.Generator
+) -> None:
+    """Though the driver returns from such a copy before the device has it; streams here do not wait for stream 0."""
+    got = np.empty(3000, np.int16)
+    with device.empty(got.shape, got.dtype) as target:
+        for _ in range(50):
+            values = some(rng, got.shape, np.int16)
+            with device.array(values) as buffer:
+                buffer.copy_to(got, stream)
+                stream.synchronize()
+                same(got, values)
+                target.copy_from(buffer).copy_to(got, stream)
+                stream.synchronize()
+                same(got, values)
+
+
 @pytest.mark.parametrize("way", ["copy_from", "queued", "memcpy"])
 def test_a_broadcast_source_is_refused(
     device: dk.Device, graph: dk.Graph, stream: dk.Stream, rng: np.random.Generator, way: str
