@@ -172,20 +172,17 @@ __device__ inline int blocks_of_token() {
   return blocks;
 }
 
-// Of sums over half of the dimensions, eight of head r + 8 * h: those from 32 * i + lane % 4 * 8 on, times weight.
-// Angles turn them back; null: none do.
-template <typename T>
-__device__ inline uint4 eight_of(const float (&o)[2][kDim / 8], int h, int i, float weight, const float* angles) {
+// Of a row's sums over half of the dimensions, eight of each of four lanes: those from 32 * i on, lane c of the four has
+// c * 2 and the next one of each block of eight. Lane c gets those from 32 * i + 8 * c on, as bfloat16. The last 64 of
+// all dimensions, from i = 6 on, are turned back by angles; null: they are not.
+__device__ inline uint4 eight_of(float (&x)[8], int i, const float* angles) {
   unsigned words[4];
   for (int j = 0; j < 4; ++j) {
-    const int block = 4 * i + j;
-    float even = o[block / 16][block % 16 * 4 + 2 * h] * weight;
-    float odd = o[block / 16][block % 16 * 4 + 2 * h + 1] * weight;
-    if (block >= 24 && angles != nullptr) {
-      const int pair = (block - 24) * 4 + threadIdx.x % 4;
-      dk::turn(even, odd, angles[pair], -angles[dk::kRotary / 2 + pair]);
+    if (i >= 6 && angles != nullptr) {
+      const int pair = (4 * (i - 6) + j) * 4 + threadIdx.x % 4;
+      dk::turn(x[2 * j], x[2 * j + 1], angles[pair], -angles[dk::kRotary / 2 + pair]);
     }
-    words[j] = dk::pair<T>(even, odd);
+    words[j] = dk::pair<__nv_bfloat16>(x[2 * j], x[2 * j + 1]);
   }
   dk::transpose_four_lanes(words);
   return {words[0], words[1], words[2], words[3]};
@@ -402,11 +399,13 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
         const float sum = shared.sums[0][head] + shared.sums[1][head];
         const float maximum = sum == 0.0f ? 0.0f : shared.maxima[last][head], weight = weight_of(head, maximum, sum);
         if (warpgroup == 0 && c == 0) put_lse(row, head, maximum, sum);
+        const float* turning = warpgroup == 1 && cos_sin != nullptr ? shared.angles : nullptr;
         uint4* to = reinterpret_cast<uint4*>(out + (1ll * row * heads + first_head + head) * kDim) + warpgroup * 32;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          const uint4 eight = eight_of<__nv_bfloat16>(
-              o, h, i, weight, warpgroup == 1 && cos_sin != nullptr ? shared.angles : nullptr);
+          float x[8];
+          for (int j = 0; j < 8; ++j) x[j] = o[i / 4][i % 4 * 16 + j / 2 * 4 + 2 * h + j % 2] * weight;
+          const uint4 eight = eight_of(x, i, turning);
           if (first_head + head < heads) to[i * 4 + c / 2] = eight;
         }
       }
@@ -414,10 +413,10 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
     // A token that the cluster shares: divide what this block has by its sum, give the others what it has of heads of
     // which they make the results, where the tiles were, and make some.
     const int splits = blocks_of_token(), bits = 31 - __clz(kHeads / splits), each = 1 << bits;
-    // Eight of one of this block's heads, as another block has them. Heads of which one is odd are written at once, to
-    // as many banks as there are.
-    const auto part_at = [&](int from, int head, int chunk) -> uint4* {
-      return reinterpret_cast<uint4*>(shared.tiles) + (from * each + head) * (kDim / 8) + (chunk ^ (head & 1) << 2);
+    // Eight that block `from` has of heads of this one, as lane `lane` of a warp there had them: of the heads `eight` of
+    // eight each, in half of the dimensions.
+    const auto part_at = [&](int from, int eight, int half, int i, int lane) -> uint4* {
+      return reinterpret_cast<uint4*>(shared.tiles) + (((from * each / 8 + eight) * 2 + half) * 8 + i) * 32 + lane;
     };
     const auto merge_results = [&](float (&o)[2][kDim / 8], int row, int last) {
       dk::arrive_relaxed_cluster();  // this block reads no tile any more
@@ -428,10 +427,15 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
         const float sum = shared.sums[0][head] + shared.sums[1][head], inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          const uint4 eight = eight_of<T>(o, h, i, inverse, nullptr);
-          uint4* to = part_at(rank, head & each - 1, warpgroup * 32 + i * 4 + c / 2);
-          if (head >> bits == rank) *to = eight;
-          else dk::store_shared_cluster_16(dk::shared_address(to), head >> bits, eight);
+          unsigned words[4];
+          for (int j = 0; j < 4; ++j)
+            words[j] = dk::pair<T>(o[i / 4][i % 4 * 16 + j * 4 + 2 * h] * inverse,
+                                   o[i / 4][i % 4 * 16 + j * 4 + 2 * h + 1] * inverse);
+          const uint4 eight = {words[0], words[1], words[2], words[3]};
+          const int block = 2 * warp + h >> bits - 3;
+          uint4* to = part_at(rank, 2 * warp + h & each / 8 - 1, warpgroup, i, lane);
+          if (block == rank) *to = eight;
+          else dk::store_shared_cluster_16(dk::shared_address(to), block, eight);
         }
       }
       if (threadIdx.x < kHeads) {
@@ -456,26 +460,28 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
         for (int from = 0; from < splits; ++from) shared.totals[from * each + threadIdx.x].y *= weight;
       }
       dk::meet_acq_rel_cta(kStaged, 2 * kWarpgroup);
-#pragma unroll 2
-      for (int i = threadIdx.x / 32; i < each; i += 8) {
-        const int head = first_head + rank * each + i;
-        if (head >= heads) break;
-        float y[2][8] = {};
+      // Of eight heads, each warp has an eighth of the dimensions.
+      const int number = threadIdx.x / 32;
+#pragma unroll 1
+      for (int eight = 0; eight < each / 8; ++eight) {
+        const int head = rank * each + eight * 8 + r, half = number / 4;
+        float x[2][8] = {};
 #pragma unroll 2
         for (int from = 0; from < splits; ++from) {
-          const float weight = shared.totals[from * each + i].y;
-          for (int j = 0; j < 2; ++j) {
-            const auto x = dk::Vec<T, 8>::load(reinterpret_cast<const T*>(part_at(from, i, j * 32 + lane)));
-            for (int e = 0; e < 8; ++e) y[j][e] += weight * dk::to_float(x.elements[e]);
+          const float weight = shared.totals[from * each + eight * 8 + r].y;
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            const auto part = dk::Vec<T, 8>::load(
+                reinterpret_cast<const T*>(part_at(from, eight, half, number % 4 * 2 + k, lane)));
+            for (int j = 0; j < 8; ++j) x[k][j] += weight * dk::to_float(part.elements[j]);
           }
         }
-        if (cos_sin != nullptr && lane >= 24)
-          for (int e = 0, pair = (lane - 24) * 4; e < 4; ++e, ++pair)
-            dk::turn(y[1][2 * e], y[1][2 * e + 1], shared.angles[pair], -shared.angles[dk::kRotary / 2 + pair]);
-        for (int j = 0; j < 2; ++j) {
-          const uint4 eight = {dk::pair<__nv_bfloat16>(y[j][0], y[j][1]), dk::pair<__nv_bfloat16>(y[j][2], y[j][3]),
-                               dk::pair<__nv_bfloat16>(y[j][4], y[j][5]), dk::pair<__nv_bfloat16>(y[j][6], y[j][7])};
-          *reinterpret_cast<uint4*>(out + (1ll * row * heads + head) * kDim + (j * 32 + lane) * 8) = eight;
+        for (int k = 0; k < 2; ++k) {
+          const int i = number % 4 * 2 + k;
+          const uint4 result = eight_of(x[k], i, half == 1 && cos_sin != nullptr ? shared.angles : nullptr);
+          if (first_head + head < heads)
+            reinterpret_cast<uint4*>(out + (1ll * row * heads + first_head + head) * kDim)[half * 32 + i * 4 + c / 2] =
+                result;
         }
       }
     };
