@@ -149,7 +149,7 @@ struct Piece<dk::kKvBf16, kHalf> {
     dk::arrive_mbarrier_when_copied(full);
   }
 };
-// Where the half was read to the end; who multiplies it is told.
+// Put a half where the one before it was read to the end, and tell who multiplies it.
 template <int kFormat, int kHalf>
 __device__ void put_piece(Shared& shared, const Piece<kFormat, kHalf>& piece, int stage, unsigned phases,
                           const unsigned char* anywhere) {
@@ -259,28 +259,28 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
   if (warpgroup < 2) {
     dk::take_registers<192>();
     // Both bring the queries, a warp those of eight heads: copy them, and see that they are there.
-    const auto place_of_query = [&](int thread, int i) -> unsigned {
-      return dk::in_panels(thread / 32 * 8 + i / 2, i % 2 * 32 + thread % 32, kPanel);
+    const auto place_of_query = [&](int tid, int i) -> unsigned {
+      return dk::in_panels(tid / 32 * 8 + i / 2, i % 2 * 32 + tid % 32, kPanel);
     };
     const auto copy_queries = [&](int row) {
       const unsigned to = dk::shared_address(shared.queries);
-      const int thread = thread_anew();
+      const int tid = thread_anew();
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
-        const int head = first_head + thread / 32 * 8 + i / 2;
+        const int head = first_head + tid / 32 * 8 + i / 2;
         const bool is_there = row < max_tokens && head < heads;
-        const __nv_bfloat16* from = q + 1ll * row * q_stride + head * kDim + (i % 2 * 32 + thread % 32) * 8;
-        dk::copy_async_16(to + place_of_query(thread, i), is_there ? from : q, is_there ? 16 : 0);
+        const __nv_bfloat16* from = q + 1ll * row * q_stride + head * kDim + (i % 2 * 32 + tid % 32) * 8;
+        dk::copy_async_16(to + place_of_query(tid, i), is_there ? from : q, is_there ? 16 : 0);
       }
       dk::commit_copies();
     };
     const auto have_queries = [&]() {
       dk::wait_for_copies<0>();
       if constexpr (k8Bit) {
-        const int thread = thread_anew();
+        const int tid = thread_anew();
 #pragma unroll 4
         for (int i = 0; i < 16; ++i) {
-          uint4* chunk = reinterpret_cast<uint4*>(shared.queries + place_of_query(thread, i));
+          uint4* chunk = reinterpret_cast<uint4*>(shared.queries + place_of_query(tid, i));
           *chunk = halves_of(*chunk);
         }
       }
@@ -387,7 +387,7 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
     };
     // What a thread brings of the angles of a token's position.
     const auto angle_of = [&](int row, const Rows& rows) -> float {
-      DK_CHECK(cos_sin == nullptr || row >= max_tokens || rows.position < max_position,
+      DK_CHECK(threadIdx.x != 0 || cos_sin == nullptr || row >= max_tokens || rows.position < max_position,
                "row %d is at position %d: cos_sin has %d rows\n", row, rows.position, max_position);
       if (cos_sin == nullptr || threadIdx.x >= dk::kRotary) return 0.0f;
       return cos_sin[1ll * min(rows.position, max_position - 1) * dk::kRotary + threadIdx.x];
@@ -419,7 +419,7 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
       return reinterpret_cast<uint4*>(shared.tiles) + (((from * each / 8 + eight) * 2 + half) * 8 + i) * 32 + lane;
     };
     const auto merge_results = [&](float (&o)[2][kDim / 8], int row, int last) {
-      dk::arrive_relaxed_cluster();  // this block reads no tile any more
+      dk::arrive_relaxed_cluster();  // this block's products have read its tiles: there is nothing to order
       dk::wait_acquire_cluster();
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -513,6 +513,7 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
         for (int i = 0; i <= two; ++i) {
           const int stage = i ^ first;
           if (stage != warpgroup) dk::meet_acq_rel_cta(kProbable + stage, 2 * kWarpgroup);
+          // If it does, all factors of its own tile are 1, and those of the first one's were seen with the maximum.
           if (i == 0 || !first) scale_sums(o, sum, i);
           if (stage == warpgroup) sum[0] += added[0], sum[1] += added[1];
           add_rows(o, stage);
@@ -604,7 +605,7 @@ __global__ __launch_bounds__(kThreads, 1) void sparse_attention(
       }
       phases ^= 1 | two << 1;
       tile = next;
-      if (placed < tile + 4) look();  // now there is time: nobody waits for this, but for the tiles to be used
+      if (placed < tile + 4) look();  // the tiles are full: there is time
     }
     if (blocks_of_token() > 1) {  // as the others do
       dk::arrive_relaxed_cluster();

@@ -341,7 +341,8 @@ __device__ void select(Counts<kCluster>& counts, Window window, const Scores& sc
 // shared memory: room * 8 bytes for each warp of the cluster for top_k_long
 //
 // indices[r] = the min(k, n) best of the first n = lengths[r] scores, with rising indices, then -1. At most k scores
-// are all taken, whatever they are, without a look at them. From n on nothing is read; n <= 0 is an empty row.
+// are all taken, whatever they are, without a look at them. From n on nothing is read, though it may come into the L2
+// cache; n <= 0 is an empty row.
 template <int kSteps>
 __global__ void __launch_bounds__(kThreads, 1)
     top_k_short(const float* scores, const int* lengths, int* indices, int width, int k, long long row_stride) {

@@ -88,9 +88,9 @@ def sparse_attention(
         scale: of the logits; 512 ** -0.5 by default.
 
     Without rows, and for padding, out is 0 and lse -inf. Rows of `KV_FP8`, queries and probabilities are multiplied as
-    float16 (so what is above 65504 in size is infinite), those of `KV_BF16` as bfloat16; sums are float32. Bits depend
-    on the shapes and the number of multiprocessors, which say how rows are shared between blocks, but not on other
-    requests.
+    float16 (so what is above 65504 in size is infinite, and of a block whose scale is above 2**15 even zeros are NaN),
+    those of `KV_BF16` as bfloat16; sums are float32. Bits depend on the shapes and the number of multiprocessors, which
+    say how rows are shared between blocks, but not on other requests.
 
     Needs compute capability 9.0; `ValueError` elsewhere.
     """

@@ -317,7 +317,12 @@ def test_sums_follow_a_maximum_that_grows(stream: Stream, rng: np.random.Generat
         check(step, run(stream, step))
 
 
-def test_results_may_be_where_the_queries_are(stream: Stream, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("multiprocessors", [132, 1])
+def test_results_may_be_where_the_queries_are(
+    stream: Stream, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, multiprocessors: int
+) -> None:
+    """Of tokens that a cluster shares, and where a block copies the next queries while results go."""
+    monkeypatch.setattr(Device, "multiprocessors", multiprocessors)
     step = Step(rng, [(1, 300), (1, 20)])
     want = run(stream, step)
     with ExitStack() as stack:
