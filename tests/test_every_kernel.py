@@ -70,6 +70,7 @@ INSTANCES: dict[str, list[str]] = {
     ),
     "query_kv": instances("query_kv", "0", "1"),
     "rms_norm": instances("rms_norm", "1", "2"),
+    "sample": instances("argmax", "1", "2", "8"),
     "scale": [
         *instances("scale", *FLOATS, *WIDE),
         *instances("scale_dynamic", *FLOATS, *WIDE),
