@@ -18,6 +18,7 @@ CUBINS = ("sm_80", "sm_90a", "sm_100a", "sm_120")
 FLOATS = ("float", "__half", "__nv_bfloat16")
 HALVES = ("__half", "__nv_bfloat16")
 WIDE = ("float,4", "__half,8", "__nv_bfloat16,8")
+QUANTS = ("dk::Q4_1", "dk::Q8_0", "dk::F32", "dk::F16", "dk::BF16")
 INTEGERS = ("bool", "signed char", "unsigned char", "short", "unsigned short", "int", "unsigned")
 WIDE_INTEGERS = ("long long", "unsigned long long")
 
@@ -34,6 +35,7 @@ INSTANCES: dict[str, list[str]] = {
         *(f"__half,__half,{protocol},true,4,4" for protocol in range(4)),
         *("__nv_bfloat16,__nv_fp8_e4m3,0,false,8,8", "float,float,3,false,8,8", "float,float,1,true,8,2"),
     ),
+    "append_token": [],
     "collectives": [
         *instances("allreduce", "__nv_bfloat16,0,false,2,1", "__half,1,true,8,8", "float,2,false,4,2"),
         *instances("allreduce", "__nv_bfloat16,3,false,8,4"),
@@ -41,6 +43,10 @@ INSTANCES: dict[str, list[str]] = {
         *instances("all_gather", "1,false,2", "1,true,8", "2,false,8", "2,true,3"),
         *instances("barrier", "2", "8"),
     ],
+    "decode_attention": instances(
+        "decode_attention", "__half,64,3,4", "__half,64,3,1", "__nv_bfloat16,128,4,4", "__nv_bfloat16,128,4,1"
+    ),
+    "embedding": instances("embedding", *QUANTS),
     "indexer": [
         *instances("indexer_query", "__nv_bfloat16,2", "float,3", "float,4"),
         *instances("indexer_logits", "2", "3", "4"),
@@ -68,6 +74,18 @@ INSTANCES: dict[str, list[str]] = {
         *("__nv_bfloat16,__nv_bfloat16,128,16,0", "__half,__half,64,8,15"),
         *("__nv_bfloat16,__nv_fp8_e4m3,128,16,12", "__nv_bfloat16,__nv_bfloat16,256,16,15"),
     ),
+    "quantized_linear": [
+        *instances(
+            "quantized_linear_few",
+            *("dk::Q4_1,float,float,kGated,1", "dk::Q8_0,float,float,kProduct,1", "dk::F32,float,float,kGated,4"),
+            *("dk::BF16,__half,float,kProduct,4", "dk::F16,float,__half,kProduct,2"),
+        ),
+        *instances(
+            "quantized_linear_many",
+            *("dk::Q4_1,float,float,kGated,4", "dk::Q8_0,float,float,kProduct,4", "dk::F32,__half,float,kProduct,4"),
+            *("dk::F16,float,__half,kGated,1", "dk::BF16,float,float,kProduct,2"),
+        ),
+    ],
     "query_kv": instances("query_kv", "0", "1"),
     "rms_norm": instances("rms_norm", "1", "2"),
     "sample": instances("argmax", "1", "2", "8"),

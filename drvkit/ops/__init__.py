@@ -251,6 +251,42 @@ def aligned_strides(label: str, seen: View) -> View:
     return seen
 
 
+def kv_pools(
+    op: str, k_pool: Any, v_pool: Any, dtypes: Collection[np.dtype[Any]], layout: str, kv_heads: int, dim: int
+) -> list[View]:
+    """Checked pools of keys and values, [pages, kv_heads, page_size, dim] ("HND") or [pages, page_size, kv_heads, dim]
+    ("NHD"), which are alike."""
+    pools = [
+        _pool(f"{op}: {role}", pool, dtypes, layout, kv_heads, dim)
+        for role, pool in (("k_pool", k_pool), ("v_pool", v_pool))
+    ]
+    for what in ("dtype", "shape", "strides"):
+        first, second = (getattr(pool, what) for pool in pools)
+        if first != second:
+            raise ValueError(f"{op}: v_pool has {what} {second}, k_pool has {first}")
+    return pools
+
+
+def _pool(label: str, operand: Any, dtypes: Collection[np.dtype[Any]], layout: str, kv_heads: int, dim: int) -> View:
+    seen = view(label, operand, dtypes)
+    shape = seen.shape
+    if len(shape) != 4:
+        raise ValueError(f"{label}: wanted 4 axes, got shape {shape}")
+    heads, page_size = shape[1:3] if layout == "HND" else shape[2:0:-1]
+    if (heads, shape[3]) != (kv_heads, dim) or page_size not in PAGE_SIZES:
+        page = f"a page of {', '.join(map(str, PAGE_SIZES))}"
+        axes = f"{kv_heads}, {page}" if layout == "HND" else f"{page}, {kv_heads}"
+        raise ValueError(f"{label}: wanted shape (pages, {axes}, {dim}) for {layout}, got {shape}")
+    if seen.strides[3] != seen.dtype.itemsize:
+        raise ValueError(f"{label}: wanted contiguous rows of {dim}, got strides {seen.strides}")
+    reach = dim * seen.dtype.itemsize
+    for stride, extent in sorted(zip(seen.strides[:3], shape[:3], strict=True)):
+        if extent > 1 and stride < reach:
+            raise ValueError(f"{label}: rows overlap: strides {seen.strides} of shape {shape}")
+        reach += stride * (extent - 1)
+    return aligned_strides(label, seen)
+
+
 def shaped(label: str, seen: View, shape: tuple[int, ...]) -> None:
     """Refuse any other shape."""
     if seen.shape != shape:

@@ -9,13 +9,11 @@ written. All that changes from step to step is the contents of device memory, so
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
-from ..memory import View
 from . import (
     DIMS,
     HALVES,
@@ -25,12 +23,12 @@ from . import (
     aligned_strides,
     apart,
     array,
+    kv_pools,
     shaped,
     span,
     submit,
     token_rows,
     token_stride,
-    view,
     whole,
 )
 
@@ -102,12 +100,7 @@ def kv_write(
     shaped(f"{op}: v", values, keys.shape)
 
     kinds = [*half, E4M3]
-    pools = [_pool(f"{op}: k_pool", k_pool, kinds, layout, kv_heads, dim)]
-    pools += [_pool(f"{op}: v_pool", v_pool, kinds, layout, kv_heads, dim)]
-    for what in ("dtype", "shape", "strides"):
-        first, second = (getattr(pool, what) for pool in pools)
-        if first != second:
-            raise ValueError(f"{op}: v_pool has {what} {second}, k_pool has {first}")
+    pools = kv_pools(op, k_pool, v_pool, kinds, layout, kv_heads, dim)
     stored = pools[0].dtype
 
     read = {"k": keys, "v": values, "slots": array(f"{op}: slots", slots, [INT64])}
@@ -246,26 +239,6 @@ def slot_mapping(
         apart(f"{op}: slots", result, role, seen)
     args = (positions, requests, lengths, block_table, count, slots, tokens, rows, width, page_size.bit_length() - 1)
     return submit(where, "kv_write", op, tokens, args, after, name)
-
-
-def _pool(label: str, operand: Any, dtypes: Collection[np.dtype[Any]], layout: str, kv_heads: int, dim: int) -> View:
-    seen = view(label, operand, dtypes)
-    shape = seen.shape
-    if len(shape) != 4:
-        raise ValueError(f"{label}: wanted 4 axes, got shape {shape}")
-    heads, page_size = shape[1:3] if layout == "HND" else shape[2:0:-1]
-    if (heads, shape[3]) != (kv_heads, dim) or page_size not in PAGE_SIZES:
-        page = f"a page of {', '.join(map(str, PAGE_SIZES))}"
-        axes = f"{kv_heads}, {page}" if layout == "HND" else f"{page}, {kv_heads}"
-        raise ValueError(f"{label}: wanted shape (pages, {axes}, {dim}) for {layout}, got {shape}")
-    if seen.strides[3] != seen.dtype.itemsize:
-        raise ValueError(f"{label}: wanted contiguous rows of {dim}, got strides {seen.strides}")
-    reach = dim * seen.dtype.itemsize
-    for stride, extent in sorted(zip(seen.strides[:3], shape[:3], strict=True)):
-        if extent > 1 and stride < reach:
-            raise ValueError(f"{label}: rows overlap: strides {seen.strides} of shape {shape}")
-        reach += stride * (extent - 1)
-    return aligned_strides(label, seen)
 
 
 def _given_with(op: str, what: str, is_there: bool, **operands: Any) -> None:
