@@ -303,8 +303,9 @@ def test_a_length_beyond_the_table_is_told_by_the_cpu_device(
     of = case(rng, [40])
     arrays: Any = [victim.array(each) for each in of._replace(lengths=np.array([70], int32))]
     out = victim.zeros((1, 3, 64), float32)
+    operands: Any = (*arrays, out)
     with pytest.raises(DriverError, match="LAUNCH_FAILED"), victim.stream() as stream:
-        decode_attention(stream, *arrays, out=out)
+        decode_attention(stream, *operands)
     victim.driver.cuDevicePrimaryCtxReset(victim.handle)
     ops.release(victim)
     for each in (*arrays, out):
