@@ -236,18 +236,22 @@ class Generator:
 
     def _decode(self, graph: Graph, key: Key, scratch: Scratch) -> None:
         """Steps of a token for each request, until all have ended."""
+        goes_on = graph.condition(name="goes on")
+        first = graph.set_condition(goes_on, self.requests.going, name="any goes on")
+        chain = _Chain(graph.while_(goes_on, after=first, name="decode"))
+        self._step(chain, key, scratch)
+        chain(append_token, self.requests, self.chosen[: key.requests], condition=goes_on, name="append")
+
+    def _step(self, chain: _Chain, key: Key, scratch: Scratch) -> None:
+        """From the newest token of each request to the next one."""
         llama, rows, requests = self.llama, key.requests, self.requests
         lengths, table = requests.lengths[:rows], self.table[:rows]
-        goes_on = graph.condition(name="goes on")
-        first = graph.set_condition(goes_on, requests.going, name="any goes on")
-        chain = _Chain(graph.while_(goes_on, after=first, name="decode"))
 
         def attend(i: int, qkv: Buffer, out: Buffer) -> None:
             chain(decode_attention, qkv, *self._pools(i), table, lengths, llama.cos_sin, out, name=f"attention {i}")
 
         h = self._layers(chain, requests.tokens[:rows], attend, scratch, FLOAT32)
         self._choose(chain, key, h, lengths, scratch)
-        chain(append_token, requests, self.chosen[:rows], condition=goes_on, name="append")
 
     def _prefill(self, graph: Graph, key: Key, scratch: Scratch) -> None:
         """Prompts, or parts of prompts, and the first token behind each that ends with it."""
