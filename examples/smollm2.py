@@ -92,8 +92,7 @@ class Chat:
         self.llama.close()
 
 
-def main() -> None:
-    args = arguments()
+def talk(args: argparse.Namespace) -> None:
     path = args.model or packaged_model()
     dev = open_device()
     together = len(args.prompts) if args.batch else 1
@@ -107,11 +106,18 @@ def main() -> None:
                 messages.append({"role": "user", "content": prompt})
             for messages, text in zip(conversations, chat.answer(conversations, sequences), strict=True):
                 messages.append({"role": "assistant", "content": text})
-    except KeyboardInterrupt:
-        print("\ninterrupted: the loop has ended on the device")
-        sys.exit(130)
     finally:
         chat.close()
+
+
+def main() -> None:
+    try:
+        talk(arguments())
+    except KeyboardInterrupt:
+        print("\ninterrupted; the device has ended its loop")
+        sys.exit(130)
+    except (FileNotFoundError, ImportError, ValueError) as error:  # what was asked for cannot be
+        sys.exit(f"smollm2.py: {error}")
     print("ok")
 
 

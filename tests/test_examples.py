@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +16,24 @@ HOME = Path(__file__).resolve().parent.parent
 EXAMPLES = [path.name for path in sorted((HOME / "examples").glob("*.py")) if not path.name.startswith("_")]
 
 
-def run(example: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(HOME / "examples" / example)],
+def start(example: str, *args: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(HOME / "examples" / example), *args],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HOME), os.environ.get("PYTHONPATH", "")])} | environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=240,
     )
+
+
+def run(example: str, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    with start(example, *args, **environment) as process:
+        try:
+            out, err = process.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def test_there_are_examples() -> None:
@@ -48,3 +59,38 @@ def test_without_a_gpu_the_cpu_device_is_taken_and_said() -> None:
     assert "(cpu:0, compute_90a)" in done.stdout
     (line,) = done.stderr.splitlines()
     assert line.startswith("drvkit: no GPU here (")
+
+
+# ---- a language model ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "nowhere.gguf"], "nowhere.gguf: there is no such file"),
+        (["--model", str(HOME / "README.md")], "README.md: this is no GGUF file"),
+        (["--pages", "2", "What?"], "32 tokens and 128 new ones are more than the 32 that a sequence can have here"),
+        (["--max-tokens", "0"], "capacity: wanted 1 to 1073741824, got 0"),
+    ],
+)
+def test_what_the_model_cannot_do_is_told_in_a_line(args: list[str], message: str) -> None:
+    done = run("smollm2.py", *args, DRVKIT_DEVICE="cpu")
+    assert done.returncode == 1, done.stdout + done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("smollm2.py: ")
+    assert message in last
+    assert "Traceback" not in done.stderr
+
+
+def test_an_interrupted_answer_ends_cleanly() -> None:
+    with start("smollm2.py", "Tell me a story.", DRVKIT_DEVICE="cpu") as process:
+        assert process.stdout is not None
+        text = ""
+        while len(text.partition("answer: ")[2]) < 2:  # it has begun
+            text += (got := process.stdout.read(1))
+            assert got, f"it ended: {process.communicate()}"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, out + err
+    assert out.splitlines()[-1] == "interrupted; the device has ended its loop"
+    assert "Traceback" not in err
