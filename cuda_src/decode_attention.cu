@@ -2,8 +2,8 @@
 // and its attention to all tokens so far. For few tokens, where all that counts is how long a launch takes.
 //
 // The lanes that have a row of keys between them are a stream, and take every n-th token; each has a maximum and sums of
-// its own, and meets the others in the end: those of its warp, of the block, of the cluster. Which stream has a token, and
-// so a request's bits, does not depend on the other requests.
+// its own, and meets the others in the end: those of its warp, of the block, of the cluster. Which stream has a token does
+// not depend on what the other requests are.
 
 #include "dk/attention.cuh"
 #include "dk/memory_order.cuh"
@@ -12,7 +12,7 @@
 
 namespace {
 
-constexpr int kWarps = 8;
+constexpr int kWarps = 4;
 constexpr int kAhead = 2;           // tokens of a stream that are on their way
 constexpr int kPerLane = 8;         // elements of a row
 constexpr float kLowest = -1e30f;   // the maximum of who has had no token: below all others, and finite
@@ -25,7 +25,7 @@ __device__ void load_floats(const float* from, float (&x)[kPerLane]) {
 
 }  // namespace
 
-// grid: (kBlocks, kv_heads, rows), in clusters of (kBlocks, 1, 1), block: 256
+// grid: (kBlocks, kv_heads, rows), in clusters of (kBlocks, 1, 1), block: 128
 // qkv: [rows, kGroup * kv_heads + 2 * kv_heads, kDim], out: [rows, kGroup * kv_heads, kDim], rows `_row` elements on
 // k_pool, v_pool: [pages, ...], by strides; block_table: [rows, table_width]; lengths: [rows]
 // cos_sin: [max_position, kDim], in each row the cosines of all pairs, then the sines
@@ -92,16 +92,24 @@ __global__ void __launch_bounds__(32 * kWarps)
     if constexpr (kBlocks > 1) dk::wait_acquire_cluster();
     return;
   }
+  // All that is read of the row, before any of it is used. The new token is one stream's.
   const float* const of_row = qkv + row * qkv_row + first;
-  const auto turned = [&](int which, float (&x)[kPerLane]) {
-    load_floats(of_row + which * kDim, x);
+  const bool has_new = position % kStreams / kOfWarp == rank * kWarps + warp;
+  float q[kGroup][kPerLane], new_key[kPerLane], new_value[kPerLane];
+#pragma unroll
+  for (int g = 0; g < kGroup; ++g) load_floats(of_row + (head * kGroup + g) * kDim, q[g]);
+  if (has_new) {
+    load_floats(of_row + (heads * kGroup + head) * kDim, new_key);
+    load_floats(of_row + (heads * (kGroup + 1) + head) * kDim, new_value);
+  }
+  const auto turn = [&](float (&x)[kPerLane]) {
 #pragma unroll
     for (int i = 0; i < kPerLane; i += 2) dk::turn(x[i], x[i + 1], cosines[i / 2], sines[i / 2]);
   };
-  float q[kGroup][kPerLane];
 #pragma unroll
   for (int g = 0; g < kGroup; ++g) {
-    turned(head * kGroup + g, q[g]);
+    turn(q[g]);
+#pragma unroll
     for (int i = 0; i < kPerLane; ++i) q[g][i] *= scale * dk::kLog2e;
   }
 
@@ -147,14 +155,13 @@ __global__ void __launch_bounds__(32 * kWarps)
     bring(start + kAhead * kStreams);
     take(k, v, is);
   }
-  if (position % kStreams / kOfWarp == rank * kWarps + warp) {  // the new token is this warp's
+  if (has_new) {
     Row k[kAhead] = {}, v[kAhead] = {};
     const bool is[kAhead] = {position % kStreams == stream};
-    float x[kPerLane];
-    turned(heads * kGroup + head, x);
-    for (int i = 0; i < kPerLane; ++i) k[0].elements[i] = dk::from_float<T>(x[i]);
-    load_floats(of_row + (heads * (kGroup + 1) + head) * kDim, x);
-    for (int i = 0; i < kPerLane; ++i) v[0].elements[i] = dk::from_float<T>(x[i]);
+    turn(new_key);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i)
+      k[0].elements[i] = dk::from_float<T>(new_key[i]), v[0].elements[i] = dk::from_float<T>(new_value[i]);
     const long long place = is[0] ? place_of(position) : -1;
     if (place >= 0) k[0].store(k_pool + place), v[0].store(v_pool + place);
     take(k, v, is);

@@ -48,7 +48,7 @@ class Chat:
         self.llama = Llama(dev, file)
         self.generator = Generator(self.llama, requests=count, pages=args.pages, max_new=args.max_tokens)
         self.sampling = Sampling(seed=args.seed) if args.sample else None
-        self.max_tokens, self.show = args.max_tokens, args.show
+        self.max_tokens, self.show, self.answered = args.max_tokens, args.show, False
         seconds = perf_counter() - start
         print(f"model: {file.model.name}, {self.llama.nbytes / 1e6:.0f} MB on the device, read in {seconds:.1f} s")
 
@@ -56,6 +56,9 @@ class Chat:
         """The next message of each conversation, whose tokens so far ``sequences`` have."""
         for messages, sequence in zip(prompts, sequences, strict=True):
             sequence.extend(self.tokenizer.chat(messages)[len(sequence.tokens) :])
+        if not self.answered:
+            print("(kernels are compiled, and graphs built, at their first use)", flush=True)
+            self.answered = True
         alone = len(sequences) == 1
         texts, streams = ["" for _ in sequences], [self.tokenizer.stream() for _ in sequences]
         counts = np.zeros(len(sequences), int)

@@ -44,7 +44,7 @@ INSTANCES: dict[str, list[str]] = {
         *instances("barrier", "2", "8"),
     ],
     "decode_attention": instances(
-        "decode_attention", "__half,64,3,4", "__half,64,3,1", "__nv_bfloat16,128,4,4", "__nv_bfloat16,128,4,1"
+        "decode_attention", "__half,64,3,8", "__half,64,3,1", "__nv_bfloat16,128,4,8", "__nv_bfloat16,128,4,2"
     ),
     "embedding": instances("embedding", *QUANTS),
     "indexer": [

@@ -36,7 +36,8 @@ __all__ = ["decode_attention"]
 FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)
 DIMS = (64, 128)
 MOST_GROUP = 4  # queries that a lane has registers for
-THREADS, BLOCKS = 256, 4  # of a block; of a cluster, which shares a request's tokens
+THREADS, MOST_BLOCKS = 128, 8  # of a block; of a cluster, which shares a request's tokens
+RESIDENT = 2  # blocks of a multiprocessor, up to which a request has more of them
 
 
 def decode_attention(
@@ -68,9 +69,9 @@ def decode_attention(
         out: float32 [requests, q_heads, dim], requests likewise.
         scale: of the logits; 1 / sqrt(dim) by default.
 
-    Keys are turned and rounded once; queries, logits and sums are float32. The bits of a request do not depend on the
-    others. With a programmatic edge ``lengths``, ``block_table`` and the pools are read before the kernel before this
-    one has ended: only ``qkv`` may be its work.
+    Keys are turned and rounded once; queries, logits and sums are float32. The bits of a request depend on how many
+    requests there are, not on what the others are. With a programmatic edge ``lengths``, ``block_table`` and the pools
+    are read before the kernel before this one has ended: only ``qkv`` may be its work.
     """
     op = "decode_attention"
     device = device_of(op, where)
@@ -117,7 +118,9 @@ def decode_attention(
         for other, each in others.items():
             apart(f"{op}: {role}", seen, other, each)
 
-    blocks = BLOCKS if device.compute_capability >= (9, 0) else 1
+    blocks, most = 1, MOST_BLOCKS if device.compute_capability >= (9, 0) else 1
+    while blocks < most and 2 * blocks * kv_heads * requests <= RESIDENT * device.multiprocessors:
+        blocks *= 2
     page, head, token = (stride // pools[0].dtype.itemsize for stride in pools[0].strides[:3])
     args = (
         *(span(qkv, rows), span(k_pool, pools[0]), span(v_pool, pools[1]), block_table, lengths, cos_sin),

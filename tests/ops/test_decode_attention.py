@@ -17,6 +17,7 @@ from drvkit import ops
 from drvkit.device import Device, Stream
 from drvkit.driver import DriverError
 from drvkit.graph import Graph
+from drvkit.ops import decode_attention as op
 from drvkit.ops.decode_attention import decode_attention
 from drvkit.ref import decode_attention as ref
 from drvkit.rope import cos_sin_table
@@ -149,12 +150,25 @@ def test_operands_that_do_not_fit_are_refused(
     assert not recorder.calls
 
 
-def test_a_cluster_has_a_request_and_head(recorder: Any) -> None:
-    node = decode_attention(recorder, **fit(), after="before", name="n")
+def of_requests(count: int) -> dict[str, Any]:
+    return fit(
+        qkv=Foreign((count, 10, 64), float32, 1 << 30),
+        out=Foreign((count, 6, 64), float32, 2 << 30),
+        lengths=Foreign((count,), int32, 5 << 20),
+        block_table=Foreign((count, 7), int32, 4 << 20),
+    )
+
+
+@pytest.mark.parametrize(
+    ("requests", "blocks"), [(1, 8), (16, 8), (17, 4), (33, 4), (34, 2), (66, 2), (67, 1), (500, 1)]
+)
+def test_a_cluster_has_a_request_and_head(recorder: Any, requests: int, blocks: int) -> None:
+    node = decode_attention(recorder, **of_requests(requests), after="before", name="n")
     assert node == "kernel node"  # type: ignore[comparison-overlap]
     ((kernel, how),) = recorder.calls
-    assert kernel == "decode_attention: decode_attention<__half,64,3,4>"
-    assert (how["grid"], how["block"], how["cluster"]) == ((4, 2, 5), 256, (4, 1, 1))
+    assert kernel == f"decode_attention: decode_attention<__half,64,3,{blocks}>"
+    assert (how["grid"], how["block"]) == ((blocks, 2, requests), 128)
+    assert how.get("cluster", (1, 1, 1)) == (blocks, 1, 1)
     assert (how["after"], how["name"]) == ("before", "n")
 
 
@@ -269,6 +283,17 @@ def test_bits_do_not_depend_on_the_other_requests(device: Device, stream: Stream
         some = slice(row, row + 1)
         alone = of._replace(qkv=of.qkv[some], block_table=of.block_table[some], lengths=of.lengths[some])
         assert_equal_bits(attended(device, stream, alone, 3)[0], together[some])
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4, 8])
+def test_any_number_of_blocks_shares_a_request(
+    device: Device, stream: Stream, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    if blocks > 1 and device.compute_capability < (9, 0):
+        pytest.skip("needs clusters")
+    monkeypatch.setattr(op, "MOST_BLOCKS", blocks)
+    of = case(rng, [150, 0, 1])
+    assert_attended(of, attended(device, stream, of, 3))
 
 
 def test_one_graph_serves_every_step(device: Device, stream: Stream, graph: Graph, rng: np.random.Generator) -> None:
