@@ -196,6 +196,14 @@ class Builder:
             return self.value(type_, f"load atomic {type_}, {address} {order}, align {align}")
         return self.value(type_, f"load {type_}, {address}, align {align}")
 
+    def gather(self, kind: str, addresses: Value) -> Value:
+        """An integer from each of a vector of addresses."""
+        lanes = lanes_of(addresses.type)
+        pointers, every = self.cast("inttoptr", addresses, "ptr"), constant(vector("i1", lanes), 1)
+        type_ = vector(kind, lanes)
+        function = f"llvm.masked.gather.{mangled(type_)}.v{lanes}p0"
+        return self.call(type_, function, pointers, constant("i32", 1), every, Value("poison", type_))
+
     def store(self, a: Value, address: Value, *, align: int = 1, order: str = "") -> None:
         if order:
             self.line(f"store atomic {a}, {address} {order}, align {align}")

@@ -251,7 +251,8 @@ def _access(nbytes: int, verb: str, checked: bool) -> Function:
 
     if loads:
         f.label(apart)
-        f.branch(f.is_(f.bits(f.compare("icmp eq", distance, constant("<32 x i64>", 0))), -1), same, slow)
+        scattered = f.name("scattered") if nbytes <= 16 else slow
+        f.branch(f.is_(f.bits(f.compare("icmp eq", distance, constant("<32 x i64>", 0))), -1), same, scattered)
         f.label(same)
         if checked:
             check_lane(f, first, constant("i32", 0), nbytes, needs)
@@ -262,6 +263,10 @@ def _access(nbytes: int, verb: str, checked: bool) -> Function:
             for number in range(32):
                 f.store(item, f.at(f["values"], nbytes * number), align=nbytes)
         f.ret(0)
+
+        if scattered != slow:
+            f.label(scattered)
+            _gather(f, addresses, nbytes, needs if checked else 0, slow)
 
     f.label(slow)
     with f.each_bit(mask) as lane:
@@ -278,6 +283,44 @@ def _access(nbytes: int, verb: str, checked: bool) -> Function:
         f.store(f.load(f"i{8 * nbytes}", source, align=1), target, align=1)
     f.ret(0)
     return f
+
+
+def _gather(f: Function, addresses: Value, nbytes: int, needs: int, slow: str) -> None:
+    """Load up to 16 bytes of each lane from anywhere, all lanes at once, and return; or go to ``slow`` if a lane may
+    not, which says why."""
+    grid, kind = f["grid"], f"i{8 * min(nbytes, 8)}"
+
+    def parts(first: Value) -> list[Value]:
+        """The 8 bytes, or fewer, from there on, and those behind them."""
+        if nbytes < 4:  # part of a word, which is as aligned as they are
+            start = f.op("and", first, constant(first.type, -4))
+            past = f.cast("trunc", f.op("shl", f.op("sub", first, start), constant(first.type, 3)), "i32")
+            return [f.cast("trunc", f.op("lshr", f.gather("i32", start), past), kind)]
+        places = [first] if nbytes <= 8 else [first, f.op("add", first, constant(first.type, 8))]
+        return [f.gather(kind, place) for place in places]
+
+    if needs:
+        inside = f.op("sub", addresses, f.splat(f.field(grid, GridState, "memory_base"), 32))
+        room = f.op("sub", f.field(grid, GridState, "memory_bytes"), constant("i64", nbytes))
+        good = f.compare("icmp ule", inside, f.splat(room, 32))
+        low = f.op("and", addresses, constant(addresses.type, nbytes - 1))
+        good = f.op("and", good, f.compare("icmp eq", low, constant(low.type, 0)))
+        within = f.name("within")
+        f.branch(f.is_(f.bits(good), -1), within, slow, likely=True)
+        f.label(within)
+        state, *others = parts(f.op("add", addresses, f.splat(f.field(grid, GridState, "shadow"), 32)))
+        for other in others:
+            state = f.op("and", state, other)
+        pattern = constant(state.type, _every(min(nbytes, 8), needs))
+        have = f.compare("icmp eq", f.op("and", state, pattern), pattern)
+        copy = f.name("copy")
+        f.branch(f.is_(f.bits(have), -1), copy, slow, likely=True)
+        f.label(copy)
+    values, *others = parts(addresses)
+    if others:
+        values = f.shuffle(values, [place for lane in range(32) for place in (lane, lane + 32)], others[0])
+    f.store(values, f["values"], align=64)
+    f.ret(0)
 
 
 def check_lane(f: Function, address: Value, lane: Value, nbytes: int, needs: int) -> None:

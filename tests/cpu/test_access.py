@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,9 @@ from numpy.typing import NDArray
 from one_warp import run
 
 from drvkit.cpu.memory import memory
+from drvkit.device import Device
+from drvkit.driver import DriverError
+from drvkit.source import Source
 
 RANDOM = np.random.default_rng()
 
@@ -73,6 +77,64 @@ def test_a_cache_policy_changes_nothing() -> None:
     want = value + np.uint32(8)
     for row, expected in zip(found, (want, want, value + np.uint32(7), want), strict=True):
         np.testing.assert_array_equal(row, expected)
+
+
+SCATTERED = """
+template <typename T> __global__ void load(const unsigned char* x, const int* offsets, T* y, unsigned lanes) {
+  if (lanes >> threadIdx.x & 1) y[threadIdx.x] = *reinterpret_cast<const T*>(x + offsets[threadIdx.x]);
+}
+"""
+WIDTHS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "unsigned long long", 16: "uint4"}
+DTYPES: dict[int, Any] = {
+    1: np.uint8,
+    2: np.uint16,
+    4: np.uint32,
+    8: np.uint64,
+    16: [(axis, np.uint32) for axis in "xyzw"],
+}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("lanes", [0xFFFFFFFF, 0x10008421])
+def test_lanes_load_from_anywhere(width: int, lanes: int) -> None:
+    device = Device("cpu")
+    content = RANDOM.integers(0, 256, 4096, np.uint8)
+    offsets = RANDOM.permutation(4096 // width)[:32].astype(np.int32) * width
+    with device.module(Source.from_text(SCATTERED)) as module, device.stream() as stream:
+        x, at, y = device.array(content), device.array(offsets), device.zeros(32, DTYPES[width])
+        module.kernel(f"load<{WIDTHS[width]}>").launch(stream, grid=1, block=32, args=(x, at, y, lanes))
+        got = y.numpy(stream).view(np.uint8).reshape(32, width)
+        for each in (x, at, y):
+            each.close()
+    want = np.stack([content[offset : offset + width] for offset in offsets])
+    want[[lane for lane in range(32) if not lanes >> lane & 1]] = 0
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("lane", [0, 13, 31])
+def test_of_lanes_that_load_from_anywhere_the_one_at_fault_is_told(width: int, lane: int) -> None:
+    for offset, what in (
+        (4096, "0 bytes past the end"),
+        (2048, "where nothing was written"),
+        (width // 2, "misaligned"),
+    ):
+        if width == 1 and what == "misaligned":
+            continue
+        victim = Device("cpu:5")
+        offsets = (np.arange(32)[::-1] * 16).astype(np.int32)
+        offsets[lane] = offset
+        x, at, y = victim.empty(4096, np.uint8), victim.array(offsets), victim.zeros(32, DTYPES[width])
+        x[:2048].fill(1)
+        module = victim.module(Source.from_text(SCATTERED))
+        kernel = module.kernel(f"load<{WIDTHS[width]}>")
+        with pytest.raises(DriverError) as found, victim.stream() as stream:
+            kernel.launch(stream, grid=1, block=32, args=(x, at, y, 0xFFFFFFFF))
+        victim.driver.cuDevicePrimaryCtxReset(victim.handle)
+        for each in (x, at, y, module):
+            each.close()
+        assert f"thread ({lane}, 0, 0): reads {width} byte" in str(found.value)
+        assert what in str(found.value)
 
 
 SUBNORMAL, LEAST = 0x00000003, 0x00800000  # LEAST: of the normal numbers
