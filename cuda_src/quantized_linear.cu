@@ -15,7 +15,7 @@ namespace {
 
 enum Form { kProduct, kGated };
 
-constexpr int kWarpsOfFew = 4, kDepthOfFew = 3;  // of a block; quarters of a lane that are on their way
+constexpr int kWarpsOfFew = 4;             // of a block of few tokens
 constexpr int kMostWarps = 12, kHeld = 2;        // of a block of many tokens; 32s of inputs that a warp holds of each
 constexpr int kRows = 16, kColumns = 8;          // of a product: weights, tokens
 
@@ -64,7 +64,7 @@ __device__ float gated(float a, float b) { return __fdiv_rn(a, 1.0f + expf(-a)) 
 
 }  // namespace
 
-// grid: (any, ceil(tokens / kTokens)), block: 128
+// grid: (any, ceil(tokens / kTokens)), block: 128; kDepth: quarters of a lane that are on their way
 // x: [tokens, inputs], residual, out: [tokens, outputs], token by token `_row` elements on; norm: [inputs], given: [1]
 // weight: [outputs, inputs], of kGated twice as many rows; rows are `weight_row` bytes
 //
@@ -74,41 +74,52 @@ __device__ float gated(float a, float b) { return __fdiv_rn(a, 1.0f + expf(-a)) 
 //
 // Without norm it and by(t) are 1; without residual it is 0. Of tokens from given[0] on nothing is read or written. inputs
 // is a multiple of 32, outputs of 16. out may be residual, and overlaps nothing else.
-template <typename Weight, typename In, typename Out, Form kForm, int kTokens>
+template <typename Weight, typename In, typename Out, Form kForm, int kTokens, int kDepth>
 __global__ void __launch_bounds__(32 * kWarpsOfFew, 1)
     quantized_linear_few(const In* x, const unsigned char* weight, const float* norm, const float* residual,
                          const int* given, Out* out, int tokens, int inputs, int outputs, long long weight_row,
                          long long x_row, long long residual_row, long long out_row, float eps) {
-  static_assert(kTokens == 1 || kTokens == 2 || kTokens == 4, "lanes have the tokens' sums by halves");
+  static_assert(kTokens == 1 || (kTokens == 2 && kDepth == 3), "a lane has registers for 48 inputs");
   constexpr int kResults = kForm == kGated ? 1 : 2;  // rows of out that two rows of weights make
   const int lane = threadIdx.x % 32, pairs = outputs / kResults, pairs_at_once = gridDim.x * kWarpsOfFew;
   const int quarters = inputs / dk::kQuarter, first_pair = blockIdx.x * kWarpsOfFew + threadIdx.x / 32;
-  constexpr int kStep = 32 * kDepthOfFew;
+  constexpr int kStep = 32 * kDepth;
 
   // Pair p has rows 2 p and 2 p + 1, or, of kGated, p and outputs + p.
   const long long distance = (kForm == kGated ? outputs : 1) * weight_row;
-  Weight ahead[kDepthOfFew][2];
+  Weight ahead[kDepth][2];
   const auto bring = [&](int pair, int from) {
     const unsigned char* const row = weight + static_cast<long long>(pair) * kResults * weight_row;
 #pragma unroll
-    for (int i = 0; i < kDepthOfFew; ++i) {
+    for (int i = 0; i < kDepth; ++i) {
       const int q = from + 32 * i;
       if (q < quarters) ahead[i][0] = Weight::load(row, q), ahead[i][1] = Weight::load(row + distance, q);
     }
   };
   if (first_pair < pairs) bring(first_pair, lane);
-  float norms[kDepthOfFew][dk::kQuarter];  // of the first inputs, which are all where there are few
-  if (norm)
+  float norms[kDepth][dk::kQuarter] = {}, values[kTokens][kDepth][dk::kQuarter] = {};
+  const auto hold_norms = [&](int from) {
 #pragma unroll
-    for (int i = 0; i < kDepthOfFew; ++i)
-      if (lane + 32 * i < quarters) load_quarter(norm, lane + 32 * i, norms[i]);
+    for (int i = 0; i < kDepth; ++i)
+      if (from + 32 * i < quarters) load_quarter(norm, from + 32 * i, norms[i]);
+  };
+  if (norm) hold_norms(lane);
   dk::wait_for_kernels_before();
   dk::let_kernels_behind_start();
   if (given) tokens = min(tokens, *given);
   const int count = min(tokens - static_cast<int>(blockIdx.y) * kTokens, kTokens);
   if (count <= 0) return;
 
+  // The inputs of a turn, all before any of them is used. Where they are all inputs they stay for all pairs.
   const In* const own = x + blockIdx.y * kTokens * x_row;
+  const auto hold_inputs = [&](int from) {
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t)
+#pragma unroll
+      for (int i = 0; i < kDepth; ++i)
+        if (from + 32 * i < quarters) load_quarter(own + min(t, count - 1) * x_row, from + 32 * i, values[t][i]);
+  };
+  hold_inputs(lane);
   const int token_of_lane = lane * kTokens / 32, token = blockIdx.y * kTokens + token_of_lane;
   const bool writes = lane % (32 / kTokens) == 0 && token_of_lane < count;
   float by = 1.0f;
@@ -121,37 +132,37 @@ __global__ void __launch_bounds__(32 * kWarpsOfFew, 1)
 
     float sums[2][kTokens] = {}, squares[kTokens] = {};
     for (int from = lane; from - lane < quarters; from += kStep) {
-      Weight now[kDepthOfFew][2];
+      if (quarters > kStep && !(from == lane && pair == first_pair)) {
+        hold_inputs(from);
+        if (norm) hold_norms(from);
+      }
+      Weight now[kDepth][2];
 #pragma unroll
-      for (int i = 0; i < kDepthOfFew; ++i) now[i][0] = ahead[i][0], now[i][1] = ahead[i][1];
+      for (int i = 0; i < kDepth; ++i) now[i][0] = ahead[i][0], now[i][1] = ahead[i][1];
       if (from - lane + kStep < quarters) {
         bring(pair, from + kStep);
       } else if (pair + pairs_at_once < pairs) {
         bring(pair + pairs_at_once, lane);
       }
 #pragma unroll
-      for (int i = 0; i < kDepthOfFew; ++i) {
-        const int q = from + 32 * i;
-        if (q >= quarters) break;
+      for (int i = 0; i < kDepth; ++i) {
+        if (from + 32 * i >= quarters) break;
         float w[2][dk::kQuarter];
         now[i][0].floats(w[0]), now[i][1].floats(w[1]);
-        if (norm) {
-          if (quarters > kStep) load_quarter(norm, q, norms[i]);
+        if (norm)
 #pragma unroll
           for (int j = 0; j < dk::kQuarter; ++j) w[0][j] *= norms[i][j], w[1][j] *= norms[i][j];
-        }
 #pragma unroll
         for (int t = 0; t < kTokens; ++t) {
-          float values[dk::kQuarter];
-          load_quarter(own + min(t, count - 1) * x_row, q, values);
+          const float(&of)[dk::kQuarter] = values[t][i];
 #pragma unroll
           for (int j = 0; j < dk::kQuarter; ++j) {
-            sums[0][t] = __fmaf_rn(w[0][j], values[j], sums[0][t]);
-            sums[1][t] = __fmaf_rn(w[1][j], values[j], sums[1][t]);
+            sums[0][t] = __fmaf_rn(w[0][j], of[j], sums[0][t]);
+            sums[1][t] = __fmaf_rn(w[1][j], of[j], sums[1][t]);
           }
           if (squared)
 #pragma unroll
-            for (int j = 0; j < dk::kQuarter; ++j) squares[t] = __fmaf_rn(values[j], values[j], squares[t]);
+            for (int j = 0; j < dk::kQuarter; ++j) squares[t] = __fmaf_rn(of[j], of[j], squares[t]);
         }
       }
     }

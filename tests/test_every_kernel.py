@@ -77,8 +77,9 @@ INSTANCES: dict[str, list[str]] = {
     "quantized_linear": [
         *instances(
             "quantized_linear_few",
-            *("dk::Q4_1,float,float,kGated,1", "dk::Q8_0,float,float,kProduct,1", "dk::F32,float,float,kGated,4"),
-            *("dk::BF16,__half,float,kProduct,4", "dk::F16,float,__half,kProduct,2"),
+            *("dk::Q4_1,float,float,kGated,1,3", "dk::Q8_0,float,float,kProduct,1,3", "dk::F32,float,float,kGated,2,3"),
+            *("dk::Q4_1,float,float,kProduct,1,6", "dk::Q8_0,float,float,kGated,1,6"),
+            *("dk::BF16,__half,float,kProduct,2,3", "dk::F16,float,__half,kProduct,2,3"),
         ),
         *instances(
             "quantized_linear_many",

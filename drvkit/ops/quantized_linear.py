@@ -39,11 +39,12 @@ __all__ = ["quantized_linear"]
 FLOAT32, INT32, UINT8 = (np.dtype(t) for t in (np.float32, np.int32, np.uint8))
 MOST = 2**20  # inputs, outputs
 OUTPUTS = 16  # they are a multiple of: rows of weights of a product
-FEW = (1, 2, 4)  # tokens of a warp, where there are few
+FEW = (1, 2)  # tokens of a warp, where there are few
 MANY = (1, 2, 4)  # by 8 tokens, of a block, where there are many
 MOST_TOKENS = 65535 * 8 * MANY[-1]
 # See cuda_src/quantized_linear.cu.
 WARPS_OF_FEW, RESIDENT = 4, 4  # of a block of few tokens; such blocks that a multiprocessor has registers for
+DEEP = 768  # inputs, from which on a lane has twice as many of them on their way
 MOST_WARPS, OF_WARP = 12, 64  # of a block of many tokens, of which it has one; inputs of a warp at a time
 
 
@@ -76,7 +77,7 @@ def quantized_linear(
             ``out = a / (1 + exp(-a)) * b`` (SwiGLU).
         count: int32 [1]: of tokens from there on nothing is read or written.
 
-    ``out`` overlaps nothing but ``residual``. Up to 4 tokens are multiplied in float32, more on the tensor cores, each
+    ``out`` overlaps nothing but ``residual``. Up to 2 tokens are multiplied in float32, more on the tensor cores, each
     factor as the sum of two bfloat16 (16 bits), where what is infinite becomes NaN. Beside that the bits of a token's
     results depend on the token and the matrices alone, whatever the other tokens are and however many.
     """
@@ -119,11 +120,12 @@ def quantized_linear(
 
     if few := tokens <= FEW[-1]:
         size = next(each for each in FEW if tokens <= each)
-        groups, block = 1, 32 * WARPS_OF_FEW
+        deep = size == 1 and inputs > DEEP and quant.elements > 1  # of plain floats there are too few registers
+        groups, block, shape = 1, 32 * WARPS_OF_FEW, f"{size},{6 if deep else 3}"
         wanted = -(-outputs // (WARPS_OF_FEW if gated else 2 * WARPS_OF_FEW))
     else:
         size = next((each for each in MANY if tokens <= 8 * each), MANY[-1])
-        groups, block = -(-tokens // (8 * size)), 32 * warps_of(inputs)
+        groups, block, shape = -(-tokens // (8 * size)), 32 * warps_of(inputs), f"{size}"
         wanted = outputs // (OUTPUTS // 2 if gated else OUTPUTS)
     most = (RESIDENT if few else 1) * device.multiprocessors // groups
     grid = (min(wanted, max(1, most)), groups) if tokens else 0
@@ -134,7 +136,7 @@ def quantized_linear(
     )
     form = "kGated" if gated else "kProduct"
     kernel = f"{op}_few" if few else f"{op}_many"
-    function = f"{kernel}<{quant.ctype},{FLOATS[rows.dtype]},{FLOATS[result.dtype]},{form},{size}>"
+    function = f"{kernel}<{quant.ctype},{FLOATS[rows.dtype]},{FLOATS[result.dtype]},{form},{shape}>"
     return launch(where, op, function, grid, block, args, after=after, name=name, op=op)
 
 

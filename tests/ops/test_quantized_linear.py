@@ -116,10 +116,9 @@ def test_operands_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("tokens", "instance", "grid", "block"),
     [
-        (1, "few<dk::Q4_1,__half,__nv_bfloat16,kProduct,1>", (36, 1), 128),
-        (2, "few<dk::Q4_1,__half,__nv_bfloat16,kProduct,2>", (36, 1), 128),
-        (4, "few<dk::Q4_1,__half,__nv_bfloat16,kProduct,4>", (36, 1), 128),
-        (5, "many<dk::Q4_1,__half,__nv_bfloat16,kProduct,1>", (18, 1), 288),
+        (1, "few<dk::Q4_1,__half,__nv_bfloat16,kProduct,1,3>", (36, 1), 128),
+        (2, "few<dk::Q4_1,__half,__nv_bfloat16,kProduct,2,3>", (36, 1), 128),
+        (3, "many<dk::Q4_1,__half,__nv_bfloat16,kProduct,1>", (18, 1), 288),
         (9, "many<dk::Q4_1,__half,__nv_bfloat16,kProduct,2>", (18, 1), 288),
         (32, "many<dk::Q4_1,__half,__nv_bfloat16,kProduct,4>", (18, 1), 288),
         (330, "many<dk::Q4_1,__half,__nv_bfloat16,kProduct,4>", (12, 11), 288),
@@ -207,7 +206,7 @@ def test_products_are_those_of_the_reference(
     assert_close(got, ref.quantized_linear(x, quant.dequantise(weight)).astype(float32), **SUMS)
 
 
-@pytest.mark.parametrize("tokens", [3, 6])
+@pytest.mark.parametrize("tokens", [2, 6])
 @pytest.mark.parametrize("inputs", [32, 1536, 4096])
 def test_any_number_of_inputs(
     device: Device, stream: Stream, rng: np.random.Generator, inputs: int, tokens: int
@@ -219,7 +218,7 @@ def test_any_number_of_inputs(
     assert_close(got, want.astype(float32), **SUMS)
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 6, 20])
+@pytest.mark.parametrize("tokens", [1, 2, 6, 20])
 def test_norm_gate_and_residual(device: Device, stream: Stream, rng: np.random.Generator, tokens: int) -> None:
     x, weight = random(rng, Q4_1, tokens, 576, 2 * 48)
     x *= np.exp2(rng.integers(-12, 12, (tokens, 1))).astype(float32)  # which the norm takes away
@@ -235,7 +234,7 @@ def test_norm_gate_and_residual(device: Device, stream: Stream, rng: np.random.G
 def test_operands_of_sixteen_bits(
     device: Device, stream: Stream, rng: np.random.Generator, of_x: Any, of_out: Any
 ) -> None:
-    x, weight = random(rng, Q8_0, 3, 96, 16)
+    x, weight = random(rng, Q8_0, 2, 96, 16)
     x = x.astype(of_x)
     got = product(device, stream, x, weight, Q8_0, of_out)
     want = ref.quantized_linear(x, Q8_0.dequantise(weight))
@@ -245,7 +244,7 @@ def test_operands_of_sixteen_bits(
     )
 
 
-@pytest.mark.parametrize("tokens", [[1, 2, 3, 4], [5, 9, 33]])
+@pytest.mark.parametrize("tokens", [[1, 2], [3, 9, 33]])
 def test_bits_do_not_depend_on_other_tokens_nor_on_how_many(
     device: Device, stream: Stream, rng: np.random.Generator, tokens: list[int]
 ) -> None:
@@ -260,15 +259,15 @@ def test_bits_do_not_depend_on_other_tokens_nor_on_how_many(
     assert_equal_bits(product(device, stream, x, weight, Q4_1, norm=norm)[kept], want[kept])
 
 
-@pytest.mark.parametrize("tokens", [4, 6])
+@pytest.mark.parametrize("tokens", [2, 6])
 def test_what_is_not_a_number_stays_where_it_is(
     device: Device, stream: Stream, rng: np.random.Generator, tokens: int
 ) -> None:
     x, weight = rng.normal(size=(tokens, 96)).astype(float32), rng.normal(size=(16, 96)).astype(float32)
-    x[1, 95], x[2, 7], weight[5, 0], weight[15, 64] = np.nan, np.inf, np.inf, np.nan
+    x[1, 95], x[0, 7], weight[5, 0], weight[15, 64] = np.nan, np.inf, np.inf, np.nan
     got = product(device, stream, x, F32.quantise(weight), F32)
     want = ref.quantized_linear(x, weight)
-    if tokens > 4:
+    if tokens > 2:
         want[np.isinf(want)] = np.nan
     assert_close(got, want.astype(float32), rtol=1e-4, atol=1e-3, why="sums of 96 of the size of 10")
 
