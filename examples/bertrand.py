@@ -166,13 +166,15 @@ def check(batch: Batch, found: Measured) -> None:
         raise ValueError(f"{batch.name(int(wrong.argmax()))}: the angle is off by {wrong.max():.1e} of itself")
     print(f"checked: {batch.count} apsidal angles are those of the integral, but for {wrong.max():.1e} of themselves")
     near = batch.parts == batch.parts.min()
-    beta = np.sqrt(3 + batch.exponents[near])
-    width = (batch.theory.outer / batch.inner)[near] - 1  # the difference is of second order in it
-    of_circle = np.abs(found.angles[near] * beta / math.pi - 1)
-    if (of_circle > width**2).any():
-        worst = int(np.flatnonzero(near)[(of_circle - width**2).argmax()])
+    n, inner, outer = batch.exponents[near], batch.inner[near], batch.theory.outer[near]
+    width = (outer - inner) / (outer + inner)
+    second = (n - 1) * (n + 2) / 24 * width**2  # why no other law closes near-circular orbits of every width
+    of_circle = np.abs(found.angles[near] * np.sqrt(3 + n) / math.pi - 1 - second)
+    if (of_circle > width**3).any():
+        worst = int(np.flatnonzero(near)[(of_circle - width**3).argmax()])
         raise ValueError(f"{batch.name(worst)}: the angle is not near pi / beta")
-    print(f"checked: near circles they are pi / sqrt(3 + n), but for {of_circle.max():.1e}")
+    formula = "pi / sqrt(3 + n) * (1 + (n - 1) (n + 2) / 24 * e^2)"
+    print(f"checked: near circles they are {formula}, but for {of_circle.max():.1e}")
     energy, momentum = found.drift.max(axis=0)
     if energy > 1e-9 or momentum > 1e-9:
         raise ValueError(f"{batch.name(int(found.drift.max(axis=1).argmax()))}: energy or momentum drifts")

@@ -55,7 +55,7 @@ class Chat:
     def answer(self, prompts: list[list[dict[str, str]]], sequences: list[TokenSequence]) -> list[str]:
         """The next message of each conversation, whose tokens so far ``sequences`` have."""
         for messages, sequence in zip(prompts, sequences, strict=True):
-            sequence.extend(self.tokenizer.chat(messages)[len(sequence.tokens) :])
+            sequence.become(self.tokenizer.chat(messages))  # what is cached of it stays
         if not self.answered:
             print("(kernels are compiled, and graphs built, at their first use)", flush=True)
             self.answered = True

@@ -99,6 +99,19 @@ def test_a_file_cut_off_anywhere_is_told(tmp_path: Path) -> None:
             GgufFile(path)
 
 
+def test_counts_of_far_more_than_a_file_holds_are_told(tmp_path: Path) -> None:
+    whole = bytearray(write_model(tmp_path / "whole.gguf", metadata={"a.list": [1, 2, 3]}).read_bytes())
+    path = tmp_path / "many.gguf"
+    at = whole.index(b"a.list") + len(b"a.list") + 8  # the length of the list
+    for place in (8, 16, at):  # of tensors, of metadata, of the list
+        for count in (2**31, 2**62):
+            damaged = bytearray(whole)
+            damaged[place : place + 8] = count.to_bytes(8, "little")
+            path.write_bytes(damaged)
+            with pytest.raises(ValueError, match=r"many\.gguf: the file is damaged, or cut off"):
+                GgufFile(path)
+
+
 WRONG_METADATA: dict[str, tuple[dict[str, Any], str]] = {
     "a count missing": ({"llama.block_count": None}, r"the metadata has no llama\.block_count"),
     "a count of none": ({"llama.block_count": 0}, r"llama\.block_count: wanted 1 to 2\*\*24 - 1, got 0"),
@@ -109,10 +122,11 @@ WRONG_METADATA: dict[str, tuple[dict[str, Any], str]] = {
     "odd groups": ({"llama.attention.head_count_kv": 2}, "3 heads are not a multiple of 2 of keys and values"),
     "scaled positions": (
         {"llama.rope.scaling.type": "yarn"},
-        r"llama\.rope\.scaling\.type is 'yarn': scaled positions",
+        r"llama\.rope\.scaling\.type is 'yarn': that is not supported",
     ),
-    "a factor": ({"llama.rope.scale_linear": 2.0}, r"llama\.rope\.scale_linear is 2\.0: scaled positions"),
-    "experts": ({"llama.expert_count": 8}, r"llama\.expert_count: experts are not supported"),
+    "a factor": ({"llama.rope.scale_linear": 2.0}, r"llama\.rope\.scale_linear is 2\.0: that is not"),
+    "a window": ({"llama.attention.sliding_window": 512}, r"llama\.attention\.sliding_window is 512: that is not"),
+    "experts": ({"llama.expert_count": 8}, r"llama\.expert_count is 8: that is not supported"),
 }
 
 
@@ -254,6 +268,10 @@ WRONG_TOKENIZER: dict[str, tuple[dict[str, Any], str]] = {
     "another split": (
         {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2"},
         r"tokenizer\.ggml\.pre: wanted smollm, got qwen2",
+    ),
+    "a token before all": (
+        {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.add_bos_token": True},
+        r"tokenizer\.ggml\.add_bos_token: wanted False",
     ),
     "few tokens": (
         {

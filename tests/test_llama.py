@@ -128,6 +128,30 @@ def test_a_conversation_keeps_its_cache(generator: Generator, rng: np.random.Gen
     assert answer == grown(generator, [first + said + second], 8)[0]
 
 
+def test_a_sequence_that_becomes_another_keeps_what_both_begin_with(
+    generator: Generator, rng: np.random.Generator
+) -> None:
+    first, second = some(rng, 40, 9)
+    for tokens, cached in (
+        (first[:30] + second, 30),
+        (first[:10], 10),
+        (second, 0),
+        ([*first, *second], 40),
+    ):
+        sequence = generator.sequence(first)
+        for _ in generator.generate([sequence], max_tokens=1):
+            pass
+        sequence.become(tokens)
+        assert sequence.cached == cached
+        if cached == len(tokens):
+            with pytest.raises(ValueError, match="sequence 0 has no token that is new"):
+                generator.generate([sequence], max_tokens=4)
+        else:
+            answer = [token for _, token in generator.generate([sequence], max_tokens=4)]
+            assert answer == grown(generator, [tokens], 4)[0]
+        sequence.close()
+
+
 def test_a_sequence_ends_with_an_end_or_at_the_limit(
     generator: Generator, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
