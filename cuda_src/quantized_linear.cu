@@ -4,7 +4,7 @@
 // of weights, and its lanes the inputs, a quarter of 32 at a time; nobody waits for another warp. For many, products are
 // made on the tensor cores, of bfloat16: a float is the sum of two of them, but for 2^-17 of it, and so are three products.
 //
-// Weights are no other kernel's results: those of a block's first rows are on their way before the kernels before this one
+// Weights and norms are no other kernel's results: a block's first ones are on their way before the kernels before this one
 // have ended.
 
 #include "dk/memory_order.cuh"

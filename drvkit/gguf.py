@@ -121,7 +121,9 @@ class GgufFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.is_file():
-            raise FileNotFoundError(f"{self.path}: there is no such file")
+            raise FileNotFoundError(
+                f"{self.path}: there is no such file" + (": a folder" if self.path.is_dir() else "")
+            )
         gguf = _package("gguf")
         with self.path.open("rb") as opened:
             begin = opened.read(HEADER)
@@ -183,7 +185,7 @@ class GgufFile:
             context=count("llama.context_length"),
             theta=positive("llama.rope.freq_base", 10000.0),
             eps=positive("llama.attention.layer_norm_rms_epsilon"),
-            ends=self._ends(),
+            ends=self._ends(count("llama.vocab_size")),
         )
         for key, wanted in (("llama.rope.dimension_count", dim), ("llama.attention.value_length", dim)):
             if count(key, wanted) != wanted:
@@ -201,9 +203,12 @@ class GgufFile:
                     raise ValueError(f"{self.path}: {key} is {value!r:.60}: that is not supported")
         return model
 
-    def _ends(self) -> tuple[int, ...]:
+    def _ends(self, vocabulary: int) -> tuple[int, ...]:
         keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
         found = {self.metadata(key, int) for key in keys if key in self._reader.fields}
+        for token in found:
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"{self.path}: token {token} is an end: wanted one of {vocabulary}")
         return tuple(sorted(found))
 
     def _tensors(self, gguf: Any) -> dict[str, Tensor]:
@@ -251,6 +256,11 @@ class TextStream:
         self._pending = []
         return text
 
+    def end(self) -> str:
+        """The text of what is not complete, where no more comes."""
+        text, self._pending = self._tokenizer.decode(self._pending), []
+        return text
+
 
 class Tokenizer:
     """The tokenizer that a file describes: byte-level BPE with digits one by one ("smollm")."""
@@ -285,7 +295,11 @@ class Tokenizer:
         self._path = file.path
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, in which nothing is a control token."""
+        """The tokens of a text, in which nothing is a control token. `ValueError` for one that is no Unicode text."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text: {error}") from None
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -307,6 +321,9 @@ class Tokenizer:
         """
         if not self._template:
             raise ValueError(f"{self._path}: the metadata has no tokenizer.chat_template")
+        for number, message in enumerate(messages):
+            if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+                raise ValueError(f"message {number}: wanted a role and a content, both text, got {message!r:.60}")
         jinja2 = _package("jinja2")
         sandbox = importlib.import_module("jinja2.sandbox").ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True

@@ -1,12 +1,12 @@
-"""A Llama that generates text in two launches: prompts by one graph, and then all tokens by another, whose WHILE node
-runs step after step until each request has ended.
+"""A Llama that generates text: prompts by a graph, up to 512 tokens at a time, and then all tokens by one launch of
+another, whose WHILE node runs step after step until each request has ended.
 
     llama = Llama(device, GgufFile(path))
     with Generator(llama, requests=4, pages=256) as generator:
-        sequence = generator.sequence(prompt)  # token ids
+        sequence = generator.sequence(tokenizer.chat(messages))
         for _, token in generator.generate([sequence], max_tokens=128):
             ...
-        sequence.extend(more)  # what is in the cache stays there
+        sequence.become(tokenizer.chat(messages))  # with another turn: what it began with stays in the cache
 
 Activations are float32, keys and values float16; weights stay in the blocks of their file.
 """
@@ -14,7 +14,8 @@ Activations are float32, keys and values float16; weights stay in the blocks of 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -23,10 +24,12 @@ from .buckets import Buckets, Key, Scratch
 from .device import Device
 from .gguf import GgufFile
 from .graph import Graph
+from .lifetime import ClosedError
 from .memory import Buffer
 from .node import KernelNode, Node
+from .ops import whole
 from .ops.append_token import Requests, append_token
-from .ops.decode_attention import decode_attention
+from .ops.decode_attention import DIMS, decode_attention
 from .ops.embedding import embedding
 from .ops.kv_write import kv_write, slot_mapping
 from .ops.prefill_attention import PrefillPlan, plan_prefill, prefill_attention
@@ -61,12 +64,21 @@ class Layer(NamedTuple):
 
 
 class Llama:
-    """The weights of a file on a device, and the layers as nodes of graphs."""
+    """The weights of a file on a device. `ValueError` names what of the file the kernels cannot do."""
 
     def __init__(self, device: Device, file: GgufFile) -> None:
         self.device, self.file, self.model = device, file, file.model
         self._memory: list[Buffer] = []
         model = self.model
+        for what, fits, wanted in (
+            (f"heads of {model.dim} elements", model.dim in DIMS, " or ".join(map(str, DIMS))),
+            (f"{model.heads // model.kv_heads} queries to a key", model.heads <= 4 * model.kv_heads, "up to 4"),
+            (f"{model.hidden} elements of a token", model.hidden % 32 == 0, "a multiple of 32"),
+            (f"{model.ffn} elements inside of a layer", model.ffn % 32 == 0, "a multiple of 32"),
+            (f"a vocabulary of {model.vocabulary}", model.vocabulary % 16 == 0, "a multiple of 16"),
+        ):
+            if not fits:
+                raise ValueError(f"{file.path}: {what}: wanted {wanted}")
         self.embedding = self._matrix("token_embd.weight")
         self.head = self._matrix("output.weight") if "output.weight" in file.tensors else self.embedding
         self.norm = self._floats("output_norm.weight")
@@ -107,6 +119,10 @@ class Llama:
         """Of device memory."""
         return sum(buffer.nbytes for buffer in self._memory)
 
+    @property
+    def closed(self) -> bool:
+        return self.cos_sin.closed
+
     def close(self) -> None:
         for buffer in self._memory:
             buffer.close()
@@ -119,7 +135,8 @@ class Llama:
 
 
 class Sampling(NamedTuple):
-    """How a token is drawn: see `drvkit.ops.sample`."""
+    """How a token is drawn, of the best ones: see `drvkit.ops.sample`. ``seed`` is below 2**32; each sequence of a call
+    draws by numbers of its own, so what one gets depends on its place in the call too."""
 
     temperature: float = 0.7
     top_p: float = 0.95
@@ -132,6 +149,7 @@ class TokenSequence:
     Attributes:
         tokens: all of them, generated ones too.
         cached: so many have their keys and values in the generator's pool.
+        pages: of the pool, where these are; they go back when it is closed, or nobody has it any more.
     """
 
     def __init__(self, generator: Generator, tokens: Sequence[int]) -> None:
@@ -139,31 +157,78 @@ class TokenSequence:
         self.tokens: list[int] = []
         self.cached = 0
         self.pages: list[int] = []
+        self._gives_back = weakref.finalize(self, _give_back, self.pages, generator._free)
         self.become(tokens)
 
+    @property
+    def closed(self) -> bool:
+        return not self._gives_back.alive
+
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens behind the others."""
-        self._generator._settle()
+        """Add tokens behind the others. If it grows just now that ends."""
+        self._generator._end_run_of(self)
         self.become([*self.tokens, *tokens])
 
     def become(self, tokens: Sequence[int]) -> None:
         """Be these tokens, such as those of a conversation with its next turn. What they begin with and the sequence
-        began with stays in the cache."""
-        self._generator._settle()
+        began with stays in the cache. If it grows just now that ends."""
+        if self.closed:
+            raise ClosedError("this sequence is closed")
         vocabulary = self._generator.llama.model.vocabulary
-        new = [int(token) for token in tokens]
+        new = [whole("sequence: a token", token) for token in tokens]
         for token in new:
             if not 0 <= token < vocabulary:
                 raise ValueError(f"sequence: wanted tokens from 0 to {vocabulary - 1}, got {token}")
+        self._generator._end_run_of(self)
         alike = zip(self.tokens[: self.cached], new, strict=False)
         self.cached = next((i for i, (old, now) in enumerate(alike) if old != now), min(self.cached, len(new)))
         self.tokens = new
 
     def close(self) -> None:
-        """Give its pages back."""
-        self._generator._settle()
-        self._generator._free += self.pages
-        self.pages, self.cached = [], 0
+        """Give its pages back. If it grows just now that ends."""
+        self._generator._end_run_of(self)
+        self._gives_back()
+        self.cached = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _give_back(pages: list[int], free: list[int]) -> None:
+    free += pages
+    pages.clear()
+
+
+class _Run:
+    """A call of `Generator.generate`, until it has been ended and noted."""
+
+    def __init__(self, generator: Generator, sequences: Sequence[TokenSequence], max_tokens: int) -> None:
+        self.generator, self.sequences, self.max_tokens = generator, list(sequences), max_tokens
+        self._brought: list[list[int]] | None = None  # all, once it is over
+
+    @property
+    def over(self) -> bool:
+        return self._brought is not None
+
+    def appended(self, row: int, since: int) -> list[int]:
+        return self.generator.requests.appended(row, since) if self._brought is None else self._brought[row][since:]
+
+    def end(self) -> None:
+        """End it where it is, and give its sequences what it has brought. Interrupted, it can be done again."""
+        if self._brought is not None:
+            return
+        generator = self.generator
+        generator.requests.stop()
+        generator.stream.synchronize()
+        brought = [generator.requests.appended(row) for row in range(len(self.sequences))]
+        for sequence, new in zip(self.sequences, brought, strict=True):
+            if new:
+                sequence.tokens = [*sequence.tokens, *new]
+                sequence.cached = len(sequence.tokens) - 1  # the newest was never a step's input
+        self._brought, generator._run = brought, None
 
 
 class Generator:
@@ -171,7 +236,7 @@ class Generator:
 
     Args:
         llama: the model.
-        requests: sequences that can grow at the same time.
+        requests: sequences that can grow at the same time, up to 512.
         pages: of the pool, of 16 tokens each, which all sequences share.
         max_new: tokens of a sequence that one call can generate.
         top_k: tokens that `Sampling` draws from.
@@ -182,10 +247,12 @@ class Generator:
     ) -> None:
         what = type(self).__name__
         model, device = llama.model, llama.device
-        if not 1 <= pages < 2**31 // PAGE:
-            raise ValueError(f"{what}: pages: wanted 1 to {2**31 // PAGE - 1}, got {pages!r}")
-        if not 1 <= top_k <= 1024:
-            raise ValueError(f"{what}: top_k: wanted 1 to 1024, got {top_k!r}")
+        for name, number, most in (
+            *(("requests", requests, PREFILL[-1]), ("pages", pages, 2**31 // PAGE - 1)),
+            *(("max_new", max_new, model.context), ("top_k", top_k, min(1024, model.vocabulary))),
+        ):
+            if not 1 <= whole(f"{what}: {name}", number) <= most:
+                raise ValueError(f"{what}: {name}: wanted 1 to {most}, got {number!r}")
         self.llama, self.device, self.pages, self.top_k = llama, device, pages, top_k
         self.requests = Requests(device, rows=requests, capacity=max_new, ends=model.ends)
         self.width = min(pages, -(-model.context // PAGE))
@@ -205,7 +272,7 @@ class Generator:
         self.chosen = self._empty(requests, INT32)
         self._plans: dict[Key, PrefillPlan] = {}
         self._graphs: dict[Key, Graph] = {}
-        self._running: list[TokenSequence] = []
+        self._run: _Run | None = None
         sizes = [2**i for i in range(requests.bit_length()) if 2**i < requests] + [requests]
         few = sorted({1, requests})
         keys = [
@@ -234,9 +301,12 @@ class Generator:
     # Graphs
 
     def decode_graph(self, sequences: int, *, sampled: bool = False) -> Graph:
-        """That which lets so many sequences grow, once they have grown."""
+        """That which lets so many sequences grow. `LookupError` before they have grown."""
         features = {"sample"} if sampled else frozenset()
-        return self._graphs[self.buckets.key_for(tokens=sequences, mode="decode", features=features)]
+        key = self.buckets.key_for(tokens=sequences, mode="decode", features=features)
+        if key not in self._graphs:
+            raise LookupError(f"{type(self).__name__}: the graph for {key} is built when it is first needed")
+        return self._graphs[key]
 
     def _build(self, key: Key, scratch: Scratch) -> Graph:
         graph = self._graphs[key] = Graph(self.device, str(key))
@@ -352,76 +422,102 @@ class Generator:
         """Let ``sequences`` grow, each by up to ``max_tokens`` tokens, or up to an end of the model's, which it keeps.
 
         Gives, as they come, the number of a sequence in ``sequences`` and its next token: the most likely one, or one
-        drawn by ``sampling``. Leaving the iterator early, by an exception too, ends all sequences where they are.
+        drawn by ``sampling``. Leaving the iterator early, by an exception too, ends all sequences where they are, and
+        so does the next call; they have then what came until then.
 
-        `ValueError` names a sequence that has nothing new, or for which the pool or the model's context is too small;
-        then nothing has changed.
+        `ValueError` and `TypeError` say what cannot grow, or be drawn so; then nothing has changed. If the call itself
+        is interrupted, sequences have what is done, and can be given again.
         """
+        self._check(sequences, max_tokens, sampling)
         self._settle()
+        self._check_room(dict(enumerate(sequences)), max_tokens)
         self._take_pages(sequences, max_tokens)
-        rows = len(sequences)
-        features = () if sampling is None else ("sample",)
+        rows, features = len(sequences), () if sampling is None else ("sample",)
         if sampling is not None:
             for buffer, value in ((self.temperature, sampling.temperature), (self.top_p, sampling.top_p)):
                 buffer.copy_from(np.full(buffer.shape, value, FLOAT32), self.stream)
-            seeds = np.uint64(sampling.seed) + np.arange(self.requests.rows, dtype=np.uint64)
+            seeds = (np.uint64(sampling.seed) << np.uint64(32)) + np.arange(self.requests.rows, dtype=np.uint64)
             self.seeds.copy_from(seeds, self.stream)
         table = np.full(self.table.shape, -1, INT32)
         for row, sequence in enumerate(sequences):
             table[row, : len(sequence.pages)] = sequence.pages
         self.table.copy_from(table, self.stream)
         self.requests.begin(self.stream, [len(sequence.tokens) for sequence in sequences], [max_tokens] * rows)
-        self._running = list(sequences)
-        while any(sequence.cached < len(sequence.tokens) for sequence in sequences):
-            size = self._bring(sequences)
-            self.buckets.run(self.stream, tokens=size, requests=rows, mode="prefill", features=features)
-        self.buckets.run(self.stream, tokens=rows, mode="decode", features=features)
-        return self._appended(rows, max_tokens)
+        run = self._run = _Run(self, sequences, max_tokens)
+        try:
+            while any(sequence.cached < len(sequence.tokens) for sequence in sequences):
+                new = self._bring(sequences)
+                self.buckets.run(self.stream, tokens=sum(new), requests=rows, mode="prefill", features=features)
+                for sequence, count in zip(sequences, new, strict=True):
+                    sequence.cached += count
+            self.buckets.run(self.stream, tokens=rows, mode="decode", features=features)
+        except BaseException:
+            run.end()
+            raise
+        return self._tokens(run)
 
-    def _take_pages(self, sequences: Sequence[TokenSequence], max_tokens: int) -> None:
+    def _check(self, sequences: Sequence[TokenSequence], max_tokens: int, sampling: Sampling | None) -> None:
         what = f"{type(self).__name__}.generate"
+        if self.llama.closed:
+            raise ClosedError(f"{what}: the model is closed")
         if not 1 <= len(sequences) <= self.requests.rows or len(set(map(id, sequences))) < len(sequences):
             raise ValueError(f"{what}: wanted 1 to {self.requests.rows} different sequences, got {len(sequences)}")
-        if not 1 <= max_tokens <= self.requests.capacity:
+        if not 1 <= whole(f"{what}: max_tokens", max_tokens) <= self.requests.capacity:
             raise ValueError(f"{what}: max_tokens: wanted 1 to {self.requests.capacity}, got {max_tokens!r}")
-        missing = []
         for i, sequence in enumerate(sequences):
+            if sequence._generator is not self:
+                raise ValueError(f"{what}: sequence {i} is of another generator")
+            if sequence.closed:
+                raise ClosedError(f"{what}: sequence {i} is closed")
+        if sampling is not None:
+            if not 0 <= whole(f"{what}: sampling.seed", sampling.seed) < 2**32:
+                raise ValueError(f"{what}: sampling.seed: wanted 0 to 2**32 - 1, got {sampling.seed!r}")
+            for name in ("temperature", "top_p"):
+                number = getattr(sampling, name)
+                if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < np.inf:
+                    raise ValueError(f"{what}: sampling.{name}: wanted a number from 0 on, got {number!r}")
+        running = self._run.sequences if self._run is not None else ()
+        self._check_room({i: each for i, each in enumerate(sequences) if each not in running}, max_tokens)
+
+    def _check_room(self, sequences: Mapping[int, TokenSequence], max_tokens: int) -> None:
+        what, most = f"{type(self).__name__}.generate", min(self.llama.model.context, self.width * PAGE)
+        for i, sequence in sequences.items():
             if sequence.cached == len(sequence.tokens):
                 raise ValueError(f"{what}: sequence {i} has no token that is new")
-            length = len(sequence.tokens) + max_tokens - 1  # the last one has no keys yet
-            if length > min(self.llama.model.context, self.width * PAGE):
-                most = min(self.llama.model.context, self.width * PAGE)
+            if len(sequence.tokens) + max_tokens - 1 > most:  # the last one has no keys yet
                 raise ValueError(
                     f"{what}: sequence {i}: {len(sequence.tokens)} tokens and {max_tokens} new ones are more than the "
                     f"{most} that a sequence can have here"
                 )
-            missing.append(max(0, -(-length // PAGE) - len(sequence.pages)))
+
+    def _take_pages(self, sequences: Sequence[TokenSequence], max_tokens: int) -> None:
+        needed = [-(-(len(sequence.tokens) + max_tokens - 1) // PAGE) for sequence in sequences]
+        missing = [max(0, count - len(each.pages)) for each, count in zip(sequences, needed, strict=True)]
         if sum(missing) > len(self._free):
             raise ValueError(
-                f"{what}: the sequences need {sum(missing)} more pages of {PAGE} tokens; of the pool's {self.pages} "
-                f"are {len(self._free)} free"
+                f"{type(self).__name__}.generate: the sequences need {sum(missing)} more pages of {PAGE} tokens; of "
+                f"the pool's {self.pages} are {len(self._free)} free"
             )
         for sequence, count in zip(sequences, missing, strict=True):
             sequence.pages += [self._free.pop() for _ in range(count)]
 
-    def _bring(self, sequences: Sequence[TokenSequence]) -> int:
+    def _bring(self, sequences: Sequence[TokenSequence]) -> list[int]:
         """Write the inputs of the next prefill: as many tokens as the largest has room for, of one sequence after the
-        other."""
+        other. Gives how many of each."""
         most, rows = PREFILL[-1], self.requests.rows
         ids, positions, owners = np.full(most, -1, INT32), np.zeros(most, INT32), np.zeros(most, INT32)
         starts, lengths = np.zeros(rows + 1, INT32), np.zeros(rows, INT32)
         last, ready = np.full(rows, -1, INT32), np.zeros(rows, INT32)
-        size = 0
+        size, counts = 0, []
         for row, sequence in enumerate(sequences):
             new = sequence.tokens[sequence.cached :][: most - size]
-            place = slice(size, size + len(new))
-            ids[place], owners[place] = new, row
-            positions[place] = np.arange(sequence.cached, sequence.cached + len(new))
+            place, length = slice(size, size + len(new)), sequence.cached + len(new)
+            ids[place], owners[place], positions[place] = new, row, np.arange(sequence.cached, length)
             size += len(new)
-            sequence.cached += len(new)
-            lengths[row] = sequence.cached
-            if new and sequence.cached == len(sequence.tokens):
-                last[row], ready[row] = size - 1, sequence.cached
+            counts.append(len(new))
+            lengths[row] = length
+            if new and length == len(sequence.tokens):
+                last[row], ready[row] = size - 1, length
             starts[row + 1] = size
         starts[len(sequences) + 1 :] = size
         for buffer, values in (
@@ -429,41 +525,41 @@ class Generator:
             *((self.lengths, lengths), (self.last, last), (self.ready, ready), (self.count, np.array([size], INT32))),
         ):
             buffer.copy_from(values, self.stream)
-        return size
+        return counts
 
-    def _appended(self, rows: int, max_tokens: int) -> Iterator[tuple[int, int]]:
-        given, ends, running = [0] * rows, self.llama.model.ends, set(range(rows))
+    def _tokens(self, run: _Run) -> Iterator[tuple[int, int]]:
+        given, ends, running = [0] * len(run.sequences), self.llama.model.ends, set(range(len(run.sequences)))
         looked = time.monotonic()
         try:
             while running:
-                ended = False
+                ended = run.over  # looked at first: then all has come
                 if time.monotonic() - looked > LOOK_S:  # who reads what comes does not see that the device has failed
-                    looked, ended = time.monotonic(), self.stream.done
+                    looked, ended = time.monotonic(), ended or self.stream.done
                 for row in sorted(running):
-                    for token in self.requests.appended(row, given[row]):
+                    for token in run.appended(row, given[row]):
                         given[row] += 1
-                        if token in ends or given[row] == max_tokens:
+                        if token in ends or given[row] == run.max_tokens:
                             running.remove(row)
                         yield row, token
                 if ended:
                     return
                 time.sleep(POLL_S)
         finally:
-            self._settle()
+            run.end()
 
     def _settle(self) -> None:
         """End what runs, and note what it has brought."""
-        running, self._running = self._running, []
-        if not running:
-            return
-        self.requests.stop()
-        self.stream.synchronize()
-        for row, sequence in enumerate(running):
-            if new := self.requests.appended(row):
-                sequence.tokens += new
-                sequence.cached = len(sequence.tokens) - 1  # the newest was never a step's input
+        if self._run is not None:
+            self._run.end()
+
+    def _end_run_of(self, sequence: TokenSequence) -> None:
+        if self._run is not None and sequence in self._run.sequences:
+            self._run.end()
 
     def close(self) -> None:
+        """Its sequences are of no use then."""
+        if self.buckets.closed:
+            return
         self._settle()
         self.buckets.close()
         for plan in self._plans.values():

@@ -11,7 +11,9 @@ integrated in one graph launch: a WHILE node takes some steps of all, as long as
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
+import sys
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -201,12 +203,18 @@ def table(batch: Batch, found: Measured) -> Table:
     return shown
 
 
+def can_draw(path: Path) -> None:
+    """Refuse, before all the work, what `draw` could not do."""
+    if importlib.util.find_spec("matplotlib") is None:
+        sys.exit("bertrand.py: --png needs matplotlib: pip install matplotlib")
+    if path.suffix != ".png" or not path.parent.is_dir():
+        sys.exit(f"bertrand.py: --png: wanted a file .png in a folder that there is, got {path}")
+
+
 def draw(batch: Batch, found: Measured, path: Path) -> None:
-    """Orbits of some laws, and the angles of all. `ImportError` where matplotlib is missing."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise ImportError(f"--png needs matplotlib: pip install matplotlib ({error})") from error
+    """Orbits of some laws, and the angles of all."""
+    import matplotlib as mpl
+
     mpl.use("agg")
     from matplotlib import patches, pyplot
 
@@ -250,6 +258,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--png", type=Path, help="draw orbits and angles into this file")
     args = parser.parse_args()
+    if args.png:
+        can_draw(args.png)
     dev = open_device()
     batch = Batch()
     laws, speeds, sizes = batch.shape

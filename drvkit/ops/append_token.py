@@ -73,6 +73,9 @@ class Requests:
             raise ValueError(
                 f"{what}: wanted as many limits as lengths, up to {self.rows}, got {len(limits)} and {len(lengths)}"
             )
+        for length in lengths:
+            if whole(f"{what}: lengths", length) < 0:
+                raise ValueError(f"{what}: lengths: wanted 0 or more, got {length!r}")
         for limit in limits:
             if not 1 <= whole(f"{what}: limits", limit) <= self.capacity:
                 raise ValueError(f"{what}: limits: wanted 1 to {self.capacity}, got {limit!r}")
@@ -85,6 +88,8 @@ class Requests:
 
     def appended(self, row: int, since: int = 0) -> list[int]:
         """The tokens that a request has got, from number ``since`` on, as far as they have come by now."""
+        if not 0 <= row < self.rows:
+            raise IndexError(f"{type(self).__name__}: row {row} of {self.rows}")
         count = int(self._published.host[row])
         tokens: list[int] = self._log.host[row, since:count].tolist()
         return tokens

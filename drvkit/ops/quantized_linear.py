@@ -68,7 +68,8 @@ def quantized_linear(
     Args:
         x: [tokens, inputs], float32, float16 or bfloat16, inputs a multiple of 32. Tokens may be parts of wider rows.
         weight: uint8 [outputs, bytes of a row], blocks of ``quant`` as a GGUF file has them. With programmatic edges
-            it is read before the kernels before this one have ended: nothing in the same graph writes it.
+            it and ``norm`` are read before the kernels before this one have ended: nothing in the same graph writes
+            them.
         out: [tokens, outputs], float32, float16 or bfloat16, tokens likewise, outputs a multiple of 16.
         norm: float32 [inputs]: ``x`` is over the root of its mean square first, and times this (RMSNorm):
             ``x[t][k] * norm[k] / sqrt(mean(x[t]^2) + eps)``.

@@ -34,13 +34,13 @@ NEXT = Source.from_text(
 
 def test_the_reference_by_hand() -> None:
     tokens, lengths, counts = (np.array(each, int32) for each in ([5, 6, -1, 8], [9, 9, 0, 9], [0, 1, 2, 0]))
-    log = np.zeros((4, 3), int32)
-    assert ref.append_token(np.array([7, 7, -1, 2], int32), tokens, lengths, counts, np.full(4, 2, int32), log, {2})
+    places, limits, log = np.zeros(4, int32), np.full(4, 2, int32), np.zeros((4, 3), int32)
+    state = (tokens, lengths, places, counts, limits, log)
+    assert ref.append_token(np.array([7, 7, -1, 2], int32), *state, {2})
     assert (tokens.tolist(), lengths.tolist(), counts.tolist()) == ([7, -1, -1, -1], [10, 0, 0, 0], [1, 2, 2, 1])
+    assert places.tolist() == [9, 0, 0, 0]
     assert log.tolist() == [[7, 0, 0], [0, 7, 0], [0, 0, 0], [2, 0, 0]]
-    assert not ref.append_token(
-        np.array([7], int32), tokens, lengths, counts, np.full(4, 9, int32), log, {2}, stop=True
-    )
+    assert not ref.append_token(np.array([7], int32), *state, {2}, stop=True)
 
 
 @pytest.fixture
@@ -88,13 +88,16 @@ def test_limits_are_within_the_capacity(requests: Requests, stream: Stream) -> N
         ([1] * 71, [1] * 71, "up to 70, got 71 and 71"),
         ([1], [41], "limits: wanted 1 to 40, got 41"),
         ([1], [0], "limits: wanted 1 to 40, got 0"),
+        ([-1], [4], "lengths: wanted 0 or more, got -1"),
     ):
         with pytest.raises(ValueError, match=message):
             requests.begin(stream, lengths, limits)
+    with pytest.raises(IndexError, match="Requests: row -1 of 70"):
+        requests.appended(-1)
 
 
 def state(requests: Requests, rows: int, stream: Stream) -> list[NDArray[Any]]:
-    parts = (requests.tokens, requests.lengths, requests.counts, requests.limits)
+    parts = (requests.tokens, requests.lengths, requests.positions, requests.counts, requests.limits)
     return [part[:rows].numpy(stream) for part in parts]
 
 
@@ -103,22 +106,20 @@ def test_every_step_is_that_of_the_reference(
     device: Device, stream: Stream, rng: np.random.Generator, requests: Requests, rows: int
 ) -> None:
     requests.begin(stream, rng.integers(0, 9, rows).tolist(), rng.integers(1, 7, rows).tolist())
-    tokens, lengths, counts, limits = state(requests, rows, stream)
+    now = state(requests, rows, stream)
     log, written = np.zeros((rows, 40), int32), [[0] * 0 for _ in range(rows)]
     with device.zeros(rows, int32) as chosen:
         for step in range(8):
-            new = np.where((lengths > 0) & (rng.random(rows) < 0.8), rng.integers(0, 13, rows), -3).astype(int32)
+            new = np.where((now[1] > 0) & (rng.random(rows) < 0.8), rng.integers(0, 13, rows), -3).astype(int32)
             chosen.copy_from(new, stream)
             if step == 7:
                 requests.stop()
             append_token(stream, requests, chosen)
-            goes_on = ref.append_token(new, tokens, lengths, counts, limits, log, {2, 11}, stop=step == 7)
-            for got, want in zip(state(requests, rows, stream), (tokens, lengths, counts, limits), strict=True):
+            tokens, lengths, places, counts, limits = now
+            goes_on = ref.append_token(new, tokens, lengths, places, counts, limits, log, {2, 11}, stop=step == 7)
+            for got, want in zip(state(requests, rows, stream), now, strict=True):
                 assert_equal_bits(got, want)
             assert requests.going.numpy(stream).tolist() == [goes_on]
-            places = requests.positions[:rows].numpy(stream)
-            changed = new >= 0
-            assert_equal_bits(places[changed], np.maximum(lengths - 1, 0).astype(int32)[changed])
             for row in range(rows):
                 written[row] += requests.appended(row, len(written[row]))
                 assert written[row] == log[row, : counts[row]].tolist()
