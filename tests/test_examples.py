@@ -70,7 +70,8 @@ def test_without_a_gpu_the_cpu_device_is_taken_and_said() -> None:
         (["--model", "nowhere.gguf"], "nowhere.gguf: there is no such file"),
         (["--model", str(HOME / "README.md")], "README.md: this is no GGUF file"),
         (["--pages", "2", "What?"], "32 tokens and 128 new ones are more than the 32 that a sequence can have here"),
-        (["--max-tokens", "0"], "capacity: wanted 1 to 1073741824, got 0"),
+        (["--sample", "--seed", "-1"], "sampling.seed: wanted 0 to 2**32 - 1, got -1"),
+        (["--pages", "5000000"], "OUT_OF_MEMORY"),
     ],
 )
 def test_what_the_model_cannot_do_is_told_in_a_line(args: list[str], message: str) -> None:
@@ -80,6 +81,19 @@ def test_what_the_model_cannot_do_is_told_in_a_line(args: list[str], message: st
     assert last.startswith("smollm2.py: ")
     assert message in last
     assert "Traceback" not in done.stderr
+
+
+def test_conversations_of_a_batch_answer_each() -> None:
+    prompts = ("What is the capital of France?", "Say 'naïve 東京'.")
+    args = ("--batch", "--sample", "--show", "--max-tokens", "5", *prompts)
+    first, second = (run("smollm2.py", *args, DRVKIT_DEVICE="cpu") for _ in range(2))
+    assert first.returncode == 0, first.stdout + first.stderr
+    lines = [line for line in first.stdout.splitlines() if line.startswith(("  0: ", "  1: "))]
+    assert sorted(line[:5] for line in lines) == ["  0: ", "  1: "]
+    assert sorted(lines) == sorted(line for line in second.stdout.splitlines() if line.startswith(("  0: ", "  1: ")))
+    assert "launches" in first.stdout
+    assert "attention 29" in first.stdout, "--show prints the graph"
+    assert first.stdout.splitlines()[-1] == "ok"
 
 
 def test_an_interrupted_answer_ends_cleanly() -> None:
@@ -92,5 +106,5 @@ def test_an_interrupted_answer_ends_cleanly() -> None:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
     assert process.returncode == 130, out + err
-    assert out.splitlines()[-1] == "interrupted; the device has ended its loop"
+    assert out.splitlines()[-1] == "interrupted"
     assert "Traceback" not in err
