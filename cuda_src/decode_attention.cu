@@ -64,25 +64,29 @@ __global__ void __launch_bounds__(32 * kWarps)
   DK_CHECK(lengths[row] <= capacity, "lengths[%d] is %d: the block table and cos_sin have room for %d\n", row,
            lengths[row], capacity);
   const int position = min(lengths[row], capacity) - 1;
-  const auto place_of = [&](int token) -> long long {
-    const int page = dk::page_of(block_table, row, token >> page_bits, table_width, pages);
-    return page < 0 ? -1 : page * page_stride + head * head_stride + (token & (1 << page_bits) - 1) * token_stride + first;
+  const auto place_in = [&](int page, int token) -> long long {
+    return page * page_stride + head * head_stride + (token & (1 << page_bits) - 1) * token_stride + first;
   };
   Row keys[kAhead], values[kAhead];
   bool is_there[kAhead];
   const auto bring = [&](int start) {
+    int of_tokens[kAhead];  // pages, all before any of them is used
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int token = start + stream - of_warp_before + i * kStreams;
-      const long long place = token < position ? place_of(token) : -1;
-      is_there[i] = place >= 0;
+      of_tokens[i] = token < position ? dk::page_of(block_table, row, token >> page_bits, table_width, pages) : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const long long place = place_in(of_tokens[i], start + stream - of_warp_before + i * kStreams);
+      is_there[i] = of_tokens[i] >= 0;
       keys[i] = is_there[i] ? Row::load(k_pool + place) : Row{}, values[i] = is_there[i] ? Row::load(v_pool + place) : Row{};
     }
   };
   bring(of_warp_before);
-  float cosines[kPerLane / 2], sines[kPerLane / 2];
+  using Four = dk::Vec<float, kPerLane / 2>;  // of the lane's pairs
   const float* const angles = cos_sin + 1ll * max(position, 0) * kDim + first / 2;
-  for (int i = 0; i < kPerLane / 2; ++i) cosines[i] = angles[i], sines[i] = angles[kDim / 2 + i];
+  const Four cosines = Four::load(angles), sines = Four::load(angles + kDim / 2);
   dk::wait_for_kernels_before();
   dk::let_kernels_behind_start();
 
@@ -92,7 +96,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     if constexpr (kBlocks > 1) dk::wait_acquire_cluster();
     return;
   }
-  // All that is read of the row, before any of it is used. The new token is one stream's.
+  // All that is read of the row, before any of it is used. The new token is one stream's, in its last turn.
   const float* const of_row = qkv + row * qkv_row + first;
   const bool has_new = position % kStreams / kOfWarp == rank * kWarps + warp;
   float q[kGroup][kPerLane], new_key[kPerLane], new_value[kPerLane];
@@ -104,7 +108,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
   const auto turn = [&](float (&x)[kPerLane]) {
 #pragma unroll
-    for (int i = 0; i < kPerLane; i += 2) dk::turn(x[i], x[i + 1], cosines[i / 2], sines[i / 2]);
+    for (int i = 0; i < kPerLane; i += 2) dk::turn(x[i], x[i + 1], cosines.elements[i / 2], sines.elements[i / 2]);
   };
 #pragma unroll
   for (int g = 0; g < kGroup; ++g) {
@@ -146,24 +150,28 @@ __global__ void __launch_bounds__(32 * kWarps)
       }
     }
   };
-  // The turns of a warp are those of its first stream: all its lanes meet in each.
-  for (int start = of_warp_before; start < position; start += kAhead * kStreams) {
-    Row k[kAhead], v[kAhead];
-    bool is[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) k[i] = keys[i], v[i] = values[i], is[i] = is_there[i];
-    bring(start + kAhead * kStreams);
-    take(k, v, is);
-  }
+  Row newest[2] = {};
   if (has_new) {
-    Row k[kAhead] = {}, v[kAhead] = {};
-    const bool is[kAhead] = {position % kStreams == stream};
     turn(new_key);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i)
-      k[0].elements[i] = dk::from_float<T>(new_key[i]), v[0].elements[i] = dk::from_float<T>(new_value[i]);
-    const long long place = is[0] ? place_of(position) : -1;
-    if (place >= 0) k[0].store(k_pool + place), v[0].store(v_pool + place);
+      newest[0].elements[i] = dk::from_float<T>(new_key[i]), newest[1].elements[i] = dk::from_float<T>(new_value[i]);
+    if (position % kStreams == stream) {
+      const int page = dk::page_of(block_table, row, position >> page_bits, table_width, pages);
+      const long long place = place_in(page, position);
+      if (page >= 0) newest[0].store(k_pool + place), newest[1].store(v_pool + place);
+    }
+  }
+  // The turns of a warp are those of its first stream: all its lanes meet in each.
+  for (int start = of_warp_before; start <= position; start += kAhead * kStreams) {
+    Row k[kAhead], v[kAhead];
+    bool is[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const bool is_new = start + stream - of_warp_before + i * kStreams == position;
+      k[i] = is_new ? newest[0] : keys[i], v[i] = is_new ? newest[1] : values[i], is[i] = is_new || is_there[i];
+    }
+    bring(start + kAhead * kStreams);
     take(k, v, is);
   }
 

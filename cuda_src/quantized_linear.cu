@@ -7,6 +7,7 @@
 // Weights and norms are no other kernel's results: a block's first ones are on their way before the kernels before this one
 // have ended.
 
+#include "dk/async_copy.cuh"
 #include "dk/memory_order.cuh"
 #include "dk/mma.cuh"
 #include "dk/quants.cuh"
@@ -214,6 +215,8 @@ __global__ void __launch_bounds__(32 * kMostWarps)
     }
   };
   if (blockIdx.x < tiles) bring(blockIdx.x, first);
+  for (int i = 0; norm && i < kHeld; ++i)
+    if (first + 4 * i < quarters) dk::prefetch_l1(norm + dk::quarter_begin(first + 4 * i));
   dk::wait_for_kernels_before();
   dk::let_kernels_behind_start();
   if (given) tokens = min(tokens, *given);
@@ -224,20 +227,24 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   unsigned high[kHeld][kTiles][2][2], low[kHeld][kTiles][2][2];  // tokens, of the first and the last four of a quarter
   float of_squares[kTiles] = {};
   const auto hold = [&](int from, bool squared) {
+    float values[kHeld][kTiles][dk::kQuarter] = {};  // all before any of them is used
 #pragma unroll
     for (int i = 0; i < kHeld; ++i)
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         const int q = from + 4 * i, token = kColumns * t + r;
-        float values[dk::kQuarter] = {};
-        if (q < quarters && token < count) load_quarter(own + token * x_row, q, values);
+        if (q < quarters && token < count) load_quarter(own + token * x_row, q, values[i][t]);
+      }
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          split(values[2 * k], values[2 * k + 1], high[i][t][k / 2][k % 2], low[i][t][k / 2][k % 2]);
-          if (!squared) continue;
-          of_squares[t] = __fmaf_rn(values[2 * k], values[2 * k], of_squares[t]);
-          of_squares[t] = __fmaf_rn(values[2 * k + 1], values[2 * k + 1], of_squares[t]);
-        }
+    for (int i = 0; i < kHeld; ++i)
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        const float(&of)[dk::kQuarter] = values[i][t];
+        if (squared)
+#pragma unroll
+          for (int k = 0; k < dk::kQuarter; ++k) of_squares[t] = __fmaf_rn(of[k], of[k], of_squares[t]);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) split(of[2 * k], of[2 * k + 1], high[i][t][k / 2][k % 2], low[i][t][k / 2][k % 2]);
       }
   };
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {

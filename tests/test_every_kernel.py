@@ -43,9 +43,7 @@ INSTANCES: dict[str, list[str]] = {
         *instances("all_gather", "1,false,2", "1,true,8", "2,false,8", "2,true,3"),
         *instances("barrier", "2", "8"),
     ],
-    "decode_attention": instances(
-        "decode_attention", "__half,64,3,8", "__half,64,3,1", "__nv_bfloat16,128,4,8", "__nv_bfloat16,128,4,2"
-    ),
+    "decode_attention": instances("decode_attention", "__half,64,3,8", "__half,64,3,1", "__nv_bfloat16,128,4,8"),
     "embedding": instances("embedding", *QUANTS),
     "indexer": [
         *instances("indexer_query", "__nv_bfloat16,2", "float,3", "float,4"),
@@ -83,7 +81,7 @@ INSTANCES: dict[str, list[str]] = {
         ),
         *instances(
             "quantized_linear_many",
-            *("dk::Q4_1,float,float,kGated,4", "dk::Q8_0,float,float,kProduct,4", "dk::F32,__half,float,kProduct,4"),
+            *("dk::Q4_1,float,float,kGated,4", "dk::Q8_0,float,float,kProduct,4", "dk::F32,__half,float,kProduct,2"),
             *("dk::F16,float,__half,kGated,1", "dk::BF16,float,float,kProduct,2"),
         ),
     ],

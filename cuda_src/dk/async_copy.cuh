@@ -1,4 +1,4 @@
-// Copies from global into shared memory that go on while the thread does.
+// Copies from global into shared memory, and into caches, that go on while the thread does.
 
 #pragma once
 
@@ -28,7 +28,9 @@ __device__ inline void copy_async_16(unsigned to, const void* from, int bytes, u
 __device__ inline void prefetch_l2(const void* p, bool wanted) {
   if (wanted) asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
-// The same of `bytes` from p on, both multiples of 16, by one thread. Before sm_90 nothing comes.
+// Bring the line around p into the L1 cache.
+__device__ inline void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+// As prefetch_l2, of `bytes` from p on, both multiples of 16, by one thread. Before sm_90 nothing comes.
 __device__ inline void prefetch_bulk_l2(const void* p, unsigned bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");

@@ -41,7 +41,7 @@ MOST = 2**20  # inputs, outputs
 OUTPUTS = 16  # they are a multiple of: rows of weights of a product
 FEW = (1, 2)  # tokens of a warp, where there are few
 MANY = (1, 2, 4)  # by 8 tokens, of a block, where there are many
-MOST_TOKENS = 65535 * 8 * MANY[-1]
+MOST_TOKENS = 65535 * 8 * MANY[0]
 # See cuda_src/quantized_linear.cu.
 WARPS_OF_FEW, RESIDENT = 4, 4  # of a block of few tokens; such blocks that a multiprocessor has registers for
 DEEP = 768  # inputs, from which on a lane has twice as many of them on their way
@@ -125,7 +125,8 @@ def quantized_linear(
         groups, block, shape = 1, 32 * WARPS_OF_FEW, f"{size},{6 if deep else 3}"
         wanted = -(-outputs // (WARPS_OF_FEW if gated else 2 * WARPS_OF_FEW))
     else:
-        size = next((each for each in MANY if tokens <= 8 * each), MANY[-1])
+        sizes = MANY if quant.elements > 1 else MANY[:-1]  # of plain floats there are too few registers
+        size = next((each for each in sizes if tokens <= 8 * each), sizes[-1])
         groups, block, shape = -(-tokens // (8 * size)), 32 * warps_of(inputs), f"{size}"
         wanted = outputs // (OUTPUTS // 2 if gated else OUTPUTS)
     most = (RESIDENT if few else 1) * device.multiprocessors // groups
