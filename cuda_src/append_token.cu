@@ -8,7 +8,6 @@ namespace {
 struct Requests {
   int* tokens;            // [rows], the newest of each; -1 of who has ended
   int* lengths;           // [rows], tokens of each, the newest among them; 0 of who has ended
-  int* positions;         // [rows], of the newest token; 0 of who has ended
   int* counts;            // [rows], how many tokens were appended
   const int* limits;      // [rows], how many can be
   int* log;               // [rows, capacity], of the host: those that were
@@ -40,7 +39,6 @@ __device__ bool append(const int* chosen, const Requests& of) {
       }
       length = ends ? 0 : length + 1;
       of.lengths[row] = length;
-      of.positions[row] = ends ? 0 : length - 1;
       of.tokens[row] = ends ? -1 : token;
     }
   }
@@ -55,25 +53,25 @@ __device__ bool append(const int* chosen, const Requests& of) {
 // For each row with chosen[r] >= 0: log[r][counts[r]++] = chosen[r]. It ends where that is one of `ends`, where counts[r] is
 // limits[r] now, and where the host says stop: then tokens[r] = -1 and lengths[r] = 0; else tokens[r] = chosen[r] and
 // ++lengths[r]. The other rows stay as they are. going = whether any lengths[r] > 0.
-extern "C" __global__ void append_token(const int* chosen, int* tokens, int* lengths, int* positions, int* counts,
-                                        const int* limits, int* log, unsigned* published, const unsigned* stop,
-                                        const int* ends, int* going, int rows, int capacity, int end_count) {
+extern "C" __global__ void append_token(const int* chosen, int* tokens, int* lengths, int* counts, const int* limits,
+                                        int* log, unsigned* published, const unsigned* stop, const int* ends,
+                                        int* going, int rows, int capacity, int end_count) {
   dk::wait_for_kernels_before();
   dk::let_kernels_behind_start();
-  const bool any = append(
-      chosen, {tokens, lengths, positions, counts, limits, log, published, stop, ends, rows, capacity, end_count});
+  const bool any =
+      append(chosen, {tokens, lengths, counts, limits, log, published, stop, ends, rows, capacity, end_count});
   if (threadIdx.x == 0) *going = any;
 }
 
 // The same at the end of the body of a WHILE, which it tells whether to go on.
 extern "C" __global__ void append_token_while(cudaGraphConditionalHandle handle, const int* chosen, int* tokens,
-                                              int* lengths, int* positions, int* counts, const int* limits, int* log,
+                                              int* lengths, int* counts, const int* limits, int* log,
                                               unsigned* published, const unsigned* stop, const int* ends, int* going,
                                               int rows, int capacity, int end_count) {
   dk::wait_for_kernels_before();
   dk::let_kernels_behind_start();
-  const bool any = append(
-      chosen, {tokens, lengths, positions, counts, limits, log, published, stop, ends, rows, capacity, end_count});
+  const bool any =
+      append(chosen, {tokens, lengths, counts, limits, log, published, stop, ends, rows, capacity, end_count});
   if (threadIdx.x != 0) return;
   *going = any;
   cudaGraphSetConditional(handle, any);

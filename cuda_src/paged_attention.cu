@@ -15,6 +15,7 @@
 #include "dk/mma.cuh"
 #include "dk/paged.cuh"
 #include "dk/vec.cuh"
+#include "dk/warp.cuh"
 
 constexpr int kThreads = 128;
 constexpr int kWarps = 4;
@@ -47,11 +48,7 @@ extern "C" __global__ void plan_paged_attention(const int* lengths, int* plan, i
       length = min(max(length, 0), capacity);
       units = dk::Extent(length, q_len, window, unit_tiles).units;
     }
-    int sum = units;
-    for (int step = 1; step < 32; step *= 2) {
-      const int lower = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += lower;
-    }
+    const int sum = dk::sum_up_to_lane(units);
     if (lane == 31) sums[warp] = sum;
     __syncthreads();
     int before = before_chunk;

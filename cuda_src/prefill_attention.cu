@@ -17,6 +17,7 @@
 #include "dk/memory_order.cuh"
 #include "dk/mma.cuh"
 #include "dk/vec.cuh"
+#include "dk/warp.cuh"
 
 namespace {
 
@@ -123,12 +124,7 @@ extern "C" __global__ void plan_prefill_attention(const int* q_starts, const int
   __syncthreads();
 
   // Tiles of all buckets before each.
-  const int count = buckets[thread];
-  int sum = count;
-  for (int step = 1; step < 32; step *= 2) {
-    const int lower = __shfl_up_sync(~0u, sum, step);
-    if (lane >= step) sum += lower;
-  }
+  const int count = buckets[thread], sum = dk::sum_up_to_lane(count);
   if (lane == 31) sums[warp] = sum;
   __syncthreads();
   int before = 0, all = 0;

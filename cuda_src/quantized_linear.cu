@@ -16,7 +16,7 @@ namespace {
 
 enum Form { kProduct, kGated };
 
-constexpr int kWarpsOfFew = 4;             // of a block of few tokens
+constexpr int kWarpsOfFew = 4;                   // of a block of few tokens
 constexpr int kMostWarps = 12, kHeld = 2;        // of a block of many tokens; 32s of inputs that a warp holds of each
 constexpr int kRows = 16, kColumns = 8;          // of a product: weights, tokens
 

@@ -10,7 +10,9 @@
 
 #include "dk/check.cuh"
 #include "dk/memory_order.cuh"
+#include "dk/order.cuh"
 #include "dk/vec.cuh"
+#include "dk/warp.cuh"
 
 namespace {
 
@@ -24,14 +26,6 @@ constexpr int kOne = 30;  // the weight of the best is 2^30: of 1024 the sum, ti
 
 using Four = dk::Vec<float, 4>;
 using Whole = unsigned long long;
-
-__device__ unsigned order_of(float logit) {  // of all but NaN
-  const unsigned bits = __float_as_uint(logit + 0.0f);  // no -0
-  return bits ^ (~(static_cast<int>(bits) >> 31) & 0x7fffffff);
-}
-__device__ float logit_of(unsigned order) {
-  return __uint_as_float(static_cast<int>(order) < 0 ? order : order ^ 0x7fffffff);
-}
 
 // An order and its index.
 __device__ uint2 better(uint2 a, uint2 b) { return a.x < b.x || (a.x == b.x && a.y < b.y) ? a : b; }
@@ -94,15 +88,6 @@ __device__ Whole sorted(Whole key, Whole (&shared)[2][kMostCandidates]) {
   return key;
 }
 
-__device__ Whole scan(Whole value) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const Whole lower = __shfl_up_sync(~0u, value, step);
-    if (threadIdx.x % 32 >= step) value += lower;
-  }
-  return value;
-}
-
 }  // namespace
 
 // grid: kCluster * rows in clusters of kCluster, block: 512
@@ -160,7 +145,7 @@ __global__ void __launch_bounds__(kThreads)
   const int last = vocabulary / 4 * 4 + place;
   if (last < vocabulary) look(from[last], last);
 
-  uint2 mine = best_of_warp({order_of(best), index});
+  uint2 mine = best_of_warp({dk::order_of(best), index});
   if constexpr (kAlone) {
     if (lane == 0) found[warp] = mine;
     __syncthreads();
@@ -211,7 +196,7 @@ __global__ void __launch_bounds__(kMostCandidates)
     DK_CHECK(index < vocabulary, "candidates[%d, %d] is %d: a row has %d logits\n", row, thread, index, vocabulary);
     if (index >= 0 && index < vocabulary) {
       const float logit = logits[row * row_stride + index];
-      if (logit > -CUDART_INF_F) key = Whole{order_of(logit)} << 32 | static_cast<unsigned>(index);
+      if (logit > -CUDART_INF_F) key = Whole{dk::order_of(logit)} << 32 | static_cast<unsigned>(index);
     }
   }
   if (thread == 0) draw = philox(seeds[row], counter) >> 8;
@@ -224,15 +209,15 @@ __global__ void __launch_bounds__(kMostCandidates)
     return;
   }
 
-  const float logit = logit_of(key >> 32), most = logit_of(best >> 32);
+  const float logit = dk::value_of(key >> 32), most = dk::value_of(best >> 32);
   unsigned weight = 0;
   if (thread == 0) weight = 1u << kOne;
   else if (key != kNever && heat > 0.0f)
     weight = weight_of(logit == most ? 0.0f : __fdiv_rn(__fsub_rn(logit, most), heat));  // inf - inf is none
-  Whole up_to = scan(weight);
+  Whole up_to = dk::sum_up_to_lane<Whole>(weight);
   if (lane == 31) sum_of_warp[warp] = up_to;
   __syncthreads();
-  const Whole up_to_warp = scan(lane < blockDim.x / 32 ? sum_of_warp[lane] : 0);
+  const Whole up_to_warp = dk::sum_up_to_lane(lane < blockDim.x / 32 ? sum_of_warp[lane] : 0);
   const Whole sum = __shfl_sync(~0u, up_to_warp, 31), before = __shfl_sync(~0u, up_to_warp, max(0, warp - 1));
   if (warp > 0) up_to += before;
 

@@ -21,7 +21,9 @@
 #include "dk/async_copy.cuh"
 #include "dk/check.cuh"
 #include "dk/memory_order.cuh"
+#include "dk/order.cuh"
 #include "dk/vec.cuh"
+#include "dk/warp.cuh"
 
 namespace {
 
@@ -38,13 +40,7 @@ constexpr unsigned kNever = ~0u;         // the order of what is not there
 using Four = dk::Vec<float, 4>;
 using Words = dk::Vec<unsigned, 4>;
 
-__device__ unsigned order_of(float score) {
-  const unsigned bits = __float_as_uint(fmaxf(score, -CUDART_INF_F) + 0.0f);  // no NaN, no -0
-  return bits ^ (~(static_cast<int>(bits) >> 31) & 0x7fffffff);
-}
-__device__ float score_of(unsigned order) {
-  return __uint_as_float(static_cast<int>(order) < 0 ? order : order ^ 0x7fffffff);
-}
+__device__ unsigned order_of(float score) { return dk::order_of(fmaxf(score, -CUDART_INF_F)); }  // no NaN
 
 // What stands at from, from + apart, ... of a row's first n scores, four at a time; -inf behind the end.
 template <int kSteps>
@@ -90,14 +86,6 @@ __device__ uint2 bounds_of(unsigned (&best)[4], int k, int full, bool is_full) {
   return {first, groups == 0 ? kNever : is_full ? worst : 0};
 }
 
-__device__ unsigned scan(unsigned value) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const unsigned lower = __shfl_up_sync(~0u, value, step);
-    if (threadIdx.x % 32 >= step) value += lower;
-  }
-  return value;
-}
 // Of the first `count` of at most 32 words, by all lanes together.
 __device__ unsigned sum_of(const unsigned* words, int count) {
   const int lane = threadIdx.x % 32;
@@ -240,7 +228,7 @@ struct Counts {
       }
 
       const unsigned mine = four.elements[0] + four.elements[1] + four.elements[2] + four.elements[3];
-      const unsigned up_to_mine = scan(mine);
+      const unsigned up_to_mine = dk::sum_up_to_lane(mine);
       if (lane == 31) of_warps[0][warp] = up_to_mine;
       __syncthreads();
       wanted = min(wanted, sum_of(of_warps[0], kWarps));
@@ -320,7 +308,7 @@ __device__ void select(Counts<kCluster>& counts, Window window, const Scores& sc
     unsigned here = 0;  // of the better ones, and from bit 16 on of the tied ones
     for (const Entry& entry : four) here += window.is_better(entry.order) + (window.is_tied(entry.order) << 16);
     if (!__any_sync(~0u, here > 0)) return;
-    const unsigned up_to_here = scan(here), all = __shfl_sync(~0u, up_to_here, 31);
+    const unsigned up_to_here = dk::sum_up_to_lane(here), all = __shfl_sync(~0u, up_to_here, 31);
     unsigned better = before.x + (up_to_here - here & 0xffff), tied = before.y + (up_to_here - here >> 16);
     for (const Entry& entry : four) {
       const bool is_better = window.is_better(entry.order), is_tied = window.is_tied(entry.order);
@@ -391,7 +379,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
 #pragma unroll
   for (int kind = 0; kind < 2; ++kind) {
-    before[kind] = scan(here[kind]);
+    before[kind] = dk::sum_up_to_lane(here[kind]);
     all[kind] = __shfl_sync(~0u, before[kind], 31);
     before[kind] -= here[kind];
   }
@@ -483,7 +471,7 @@ __global__ void __launch_bounds__(kThreads, kCluster == 1 ? 3 : 1)
   // What is within the bound goes to the first block's lists.
   const int of_warp = ((n - 1) / (kParts * kStep) + 1) * kStep;
   const Part<kAlone ? 1 : kBatch> whole = {from, part * of_warp, min(n, (part + 1) * of_warp)};
-  const float worst = score_of(Window::of(bounds, k).last);
+  const float worst = dk::value_of(Window::of(bounds, k).last);
   Entry* const list = lists + part * room;
   int listed = 0;
 #pragma unroll 1
@@ -496,7 +484,7 @@ __global__ void __launch_bounds__(kThreads, kCluster == 1 ? 3 : 1)
 #pragma unroll
       for (int i = 0; i < 4; ++i) here += loaded[step].elements[i] >= worst ? 1u << 8 * step : 0;
     if (!__any_sync(~0u, here > 0)) continue;
-    const unsigned up_to_here = scan(here), before = up_to_here - here, all = __shfl_sync(~0u, up_to_here, 31);
+    const unsigned up_to_here = dk::sum_up_to_lane(here), before = up_to_here - here, all = __shfl_sync(~0u, up_to_here, 31);
 #pragma unroll
     for (int step = 0; step < kBatch; ++step) {
       int place = listed + (before >> 8 * step & 255);
@@ -536,7 +524,7 @@ __global__ void __launch_bounds__(kThreads, kCluster == 1 ? 3 : 1)
 
     // A warp has the lists of kCluster warps that follow each other: put them together.
     Entry* const joined = lists + warp * kCluster * room;
-    const int up_to = scan(lane < kCluster ? listed_of[warp * kCluster + lane].x : 0);
+    const int up_to = dk::sum_up_to_lane(lane < kCluster ? listed_of[warp * kCluster + lane].x : 0);
     listed = __shfl_sync(~0u, up_to, 31);
     int ends[kCluster - 1];
 #pragma unroll

@@ -34,7 +34,7 @@ KNOWN = {
 }
 NEUTRAL = {"llama.rope.scaling.type": "none", "llama.expert_count": 0, "llama.expert_used_count": 0}
 CONTROL = 3  # of tokenizer.ggml.token_type
-UNTRAINED = "\ufffd"  # what an incomplete character decodes to
+REPLACEMENT = "\ufffd"  # what an incomplete character decodes to
 
 
 def packaged_model() -> Path:
@@ -251,7 +251,7 @@ class TextStream:
         """The text that is complete with this token. Control tokens have none."""
         self._pending.append(token)
         text = self._tokenizer.decode(self._pending)
-        if text.endswith(UNTRAINED) and len(self._pending) < 8:  # no character has more bytes than that
+        if text.endswith(REPLACEMENT) and len(self._pending) < 8:  # no character has more bytes than that
             return ""
         self._pending = []
         return text

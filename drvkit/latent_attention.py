@@ -27,7 +27,7 @@ import numpy as np
 from .account import PAGES, WINDOW_PAGE
 from .device import Device
 from .graph import After, Graph
-from .memory import Buffer
+from .memory import Buffer, Keeper
 from .models import OVERLAP, Model
 from .node import KernelNode, Node, Port
 from .ops import angles, array, holds_all, is_a, paged, shaped, token_rows
@@ -84,7 +84,7 @@ class Caches:
         self.close()
 
 
-class Workspace:
+class Workspace(Keeper):
     """What is between the nodes of a layer, in device memory. Layers of any kind share it, if each comes after the one
     before; graphs that run at the same time do not.
 
@@ -102,14 +102,13 @@ class Workspace:
     """
 
     def __init__(self, model: Model, tokens: StepTokens, *, keys: Format = KEY_MXFP4, cublas_bytes: int = 0) -> None:
+        super().__init__()
         is_a(Model, "Workspace", "model", model)
         is_a(StepTokens, "Workspace", "tokens", tokens)
         self.model, self.tokens, self.device = model, tokens, tokens.device
-        self._made: list[Buffer | IndexerQueries] = []
         self.cublas: Buffer | None = None
         if cublas_bytes:
-            self.cublas = self.device.empty(cublas_bytes, np.uint8)
-            self._made.append(self.cublas)
+            self.cublas = self._keep(self.device.empty(cublas_bytes, np.uint8))
         self.down = self._rows(model.q_latent + model.dim)
         self.latent = self._rows(model.q_latent)
         self.q = self._rows(model.heads * model.dim)
@@ -122,34 +121,18 @@ class Workspace:
             heads = model.indexer_heads
             self.index_q = self._rows(heads * model.indexer_dim)
             self.of_heads = self._rows(heads, float32)
-            self.queries = IndexerQueries(self.device, max_tokens=tokens.max_tokens, format=keys, heads=heads)
-            self._made.append(self.queries)
+            self.queries = self._keep(
+                IndexerQueries(self.device, max_tokens=tokens.max_tokens, format=keys, heads=heads)
+            )
             entries = max(1, tokens.max_length // model.indexed)
             self.logits = self._rows(-(-entries // 4) * 4, float32)  # rows of 16 bytes
             self.chosen = self._rows(model.topk, int32)
 
     def _rows(self, width: int, dtype: np.dtype[Any] = bfloat16) -> Buffer:
-        made = self.device.empty((self.tokens.max_tokens, width), dtype)
-        self._made.append(made)
-        return made
-
-    @property
-    def nbytes(self) -> int:
-        """Of device memory."""
-        return sum(each.nbytes for each in self._made)
-
-    def close(self) -> None:
-        for each in self._made:
-            each.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return self._keep(self.device.empty((self.tokens.max_tokens, width), dtype))
 
 
-class LatentAttention:
+class LatentAttention(Keeper):
     """The attention of a layer, with its weights on a device.
 
     Args:
@@ -161,6 +144,7 @@ class LatentAttention:
     """
 
     def __init__(self, device: Device, model: Model, ratio: int, weights: Weights, cos_sin: Any) -> None:
+        super().__init__()
         is_a(Model, "LatentAttention", "model", model)
         if ratio not in model.ratios:
             raise ValueError(
@@ -169,13 +153,11 @@ class LatentAttention:
         is_a(Mapping, "LatentAttention", "weights", weights)
         _check_weights(model, ratio, weights)
         self.device, self.model, self.ratio, self.cos_sin = device, model, ratio, cos_sin
-        self._made: list[Buffer] = []
 
         def put(*names: str) -> Buffer:
             """Those of several names one below the other, for one projection."""
             rows = [weights[name] for name in names]
-            self._made.append(device.array(np.concatenate(rows) if len(rows) > 1 else rows[0]))
-            return self._made[-1]
+            return self._keep(device.array(np.concatenate(rows) if len(rows) > 1 else rows[0]))
 
         self.down, self.q_norm, self.wq_b = put("wq_a", "wkv"), put("q_norm"), put("wq_b")
         self.kv_norm, self.attn_sink = put("kv_norm"), put("attn_sink")
@@ -188,11 +170,6 @@ class LatentAttention:
         self.is_indexed = ratio == model.indexed
         if self.is_indexed:
             self.index_wq_b, self.weights_proj = put("indexer.wq_b"), put("indexer.weights_proj")
-
-    @property
-    def nbytes(self) -> int:
-        """Of device memory, without the angles."""
-        return sum(each.nbytes for each in self._made)
 
     def caches(
         self,
@@ -397,16 +374,6 @@ class LatentAttention:
             pages = paged(what, role, each.pages, [format], tokens.max_requests)
             holds_all(f"{what}: {role}", pages, tokens.max_length, self.ratio)
             rings_of(f"{what}: {role}: state", each.state, self.ratio, self.compressors[own].matrix.shape[0])
-
-    def close(self) -> None:
-        for each in self._made:
-            each.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Projections:

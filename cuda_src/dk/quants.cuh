@@ -60,8 +60,6 @@ struct Q8_0 {
 // As they are. Rows are at multiples of four elements.
 template <typename T>
 struct Plain {
-  static constexpr int kBytes = 32 * sizeof(T);
-
   Vec<T, 4> low, high;
 
   static __device__ Plain load(const unsigned char* row, int q) {

@@ -2,7 +2,7 @@
 
     requests = Requests(device, rows=32, capacity=1024, ends=[2])
     body = graph.while_(goes_on)
-    ...  # a step, by requests.tokens, positions and lengths, and the choice of the next token of each
+    ...  # a step, by requests.tokens and lengths, and the choice of the next token of each
     append_token(body, requests, chosen, condition=goes_on, after=sampled)
 
 The host sees tokens as they come: `Requests.appended`, while the loop runs.
@@ -11,12 +11,13 @@ The host sees tokens as they come: `Requests.appended`, while the loop runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..device import Device, Stream
 from ..graph import Condition
+from ..memory import Keeper
 from . import Where, apart, array, is_a, launch, whole
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ INT32 = np.dtype(np.int32)
 MOST_ROWS = 1024  # threads of a block
 
 
-class Requests:
+class Requests(Keeper):
     """Requests of which each has a row of every step, in device memory.
 
     Args:
@@ -39,13 +40,14 @@ class Requests:
         ends: tokens that end a request.
 
     Attributes:
-        tokens, lengths, positions: int32 [rows], of each request its newest token, how many it has, and where the
-            newest stands; -1, 0 and 0 for who has ended, and at first.
+        tokens, lengths: int32 [rows], of each request its newest token, and how many it has; -1 and 0 for who has
+            ended, and at first.
         counts, limits: int32 [rows], how many were appended, and how many can be.
         going: int32 [1]: whether any goes on, as the newest append found it.
     """
 
     def __init__(self, device: Device, *, rows: int, capacity: int, ends: Sequence[int]) -> None:
+        super().__init__()
         what = type(self).__name__
         for name, number, most in (("rows", rows, MOST_ROWS), ("capacity", capacity, 2**30)):
             if not 1 <= whole(f"{what}: {name}", number) <= most:
@@ -54,15 +56,15 @@ class Requests:
         if not all(0 <= token < 2**31 for token in tokens):
             raise ValueError(f"{what}: ends: wanted tokens from 0 on, got {list(ends)!r}")
         self.device, self.rows, self.capacity = device, rows, capacity
-        state = np.zeros((5, rows), np.int32)
+        state = np.zeros((4, rows), np.int32)
         state[0] = -1
-        self._state = device.array(state)
-        self.tokens, self.lengths, self.positions, self.counts, self.limits = (self._state[i] for i in range(5))
-        self.going = device.zeros(1, np.int32)
+        self._state = self._keep(device.array(state))
+        self.tokens, self.lengths, self.counts, self.limits = (self._state[i] for i in range(4))
+        self.going = self._keep(device.zeros(1, np.int32))
         self._end_count = len(tokens)
-        self._ends = device.array(np.array(tokens or [-1], np.int32))
-        self._log = device.pinned((rows, capacity), np.int32)
-        self._published, self._stop = device.pinned(rows, np.uint32), device.pinned(1, np.uint32)
+        self._ends = self._keep(device.array(np.array(tokens or [-1], np.int32)))
+        self._log = self._keep(device.pinned((rows, capacity), np.int32))
+        self._published, self._stop = (self._keep(device.pinned(n, np.uint32)) for n in (rows, 1))
         self._published.host[:] = self._stop.host[:] = 0
 
     def begin(self, stream: Stream, lengths: Sequence[int], limits: Sequence[int]) -> None:
@@ -80,9 +82,9 @@ class Requests:
             if not 1 <= whole(f"{what}: limits", limit) <= self.capacity:
                 raise ValueError(f"{what}: limits: wanted 1 to {self.capacity}, got {limit!r}")
         stream.synchronize()
-        state = np.zeros((5, self.rows), np.int32)
+        state = np.zeros((4, self.rows), np.int32)
         state[0] = -1
-        state[1, : len(lengths)], state[4, : len(limits)] = lengths, limits
+        state[1, : len(lengths)], state[3, : len(limits)] = lengths, limits
         self._published.host[:] = self._stop.host[:] = 0
         self._state.copy_from(state, stream)
 
@@ -97,16 +99,6 @@ class Requests:
     def stop(self) -> None:
         """All requests end with the next token that they get."""
         self._stop.host[0] = 1
-
-    def close(self) -> None:
-        for memory in (self._state, self.going, self._ends, self._log, self._published, self._stop):
-            memory.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def append_token(
@@ -131,7 +123,7 @@ def append_token(
         raise ValueError(f"{op}: chosen: wanted shape (up to {requests.rows} rows,), got {seen.shape}")
     apart(f"{op}: requests", array(op, requests._state, [INT32]), "chosen", seen)
     args: tuple[Any, ...] = (
-        *(chosen, requests.tokens, requests.lengths, requests.positions, requests.counts, requests.limits),
+        *(chosen, requests.tokens, requests.lengths, requests.counts, requests.limits),
         *(requests._log, requests._published, requests._stop, requests._ends, requests.going),
         *(rows, requests.capacity, requests._end_count),
     )

@@ -11,13 +11,13 @@ the keys of its request. One queries' memory may serve all layers, and one node 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
 from ..device import Device
-from ..memory import View
+from ..memory import Keeper, View
 from ..records import KEY_BF16, KEY_FP8, KEY_MXFP4, Format, Pages
 from . import (
     Where,
@@ -56,7 +56,7 @@ RESIDENT = 2  # blocks that a multiprocessor holds
 LEAST = 8  # blocks for each token: where most of max_tokens are padding, the others still have some
 
 
-class IndexerQueries:
+class IndexerQueries(Keeper):
     """The queries of a step as `indexer_query` makes them and `indexer_logits` takes them, in device memory.
 
     Args:
@@ -73,6 +73,7 @@ class IndexerQueries:
     """
 
     def __init__(self, device: Device, *, max_tokens: int, format: Format, heads: int = MOST_HEADS) -> None:
+        super().__init__()
         what = type(self).__name__
         if not 1 <= whole(f"{what}: max_tokens", max_tokens) < 2**30:
             raise ValueError(f"{what}: max_tokens: wanted 1 to 2**30 - 1, got {max_tokens!r}")
@@ -83,25 +84,11 @@ class IndexerQueries:
             raise ValueError(f"{what}: format: wanted that of keys, of {DIM}, got {format.name} of {format.dim}")
         self.device, self.max_tokens, self.heads, self.format = device, max_tokens, heads, format
         rows, scale_bytes = max_tokens * heads, format.scale_bytes if format == KEY_MXFP4 else 0
-        self._memory = device.empty(rows * (format.value_bytes + 4 + scale_bytes), UINT8)
+        self._whole = self._keep(device.empty(rows * (format.value_bytes + 4 + scale_bytes), UINT8))
         ends = rows * format.value_bytes, rows * (format.value_bytes + 4)
-        self.values = self._memory[: ends[0]].reshape(max_tokens, heads, format.value_bytes)
-        self.weights = self._memory[ends[0] : ends[1]].view(FLOAT32).reshape(max_tokens, heads)
-        self.scales = self._memory[ends[1] :].reshape(max_tokens, heads, scale_bytes) if scale_bytes else None
-
-    @property
-    def nbytes(self) -> int:
-        """Of device memory."""
-        return self._memory.nbytes
-
-    def close(self) -> None:
-        self._memory.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self.values = self._whole[: ends[0]].reshape(max_tokens, heads, format.value_bytes)
+        self.weights = self._whole[ends[0] : ends[1]].view(FLOAT32).reshape(max_tokens, heads)
+        self.scales = self._whole[ends[1] :].reshape(max_tokens, heads, scale_bytes) if scale_bytes else None
 
 
 def indexer_query(
@@ -141,7 +128,7 @@ def indexer_query(
     shaped(f"{op}: weights", of_heads, (tokens.max_tokens, heads))
     read = {"q": seen, "weights": of_heads, "cos_sin": table, "tokens": rows}
     for role, operand in read.items():
-        apart(f"{op}: queries", array(op, queries._memory, [UINT8]), role, operand)
+        apart(f"{op}: queries", array(op, queries._whole, [UINT8]), role, operand)
     args = (
         *(tokens.rows, span(q, seen), weights, cos_sin, queries.values, queries.scales, queries.weights),
         *(token_stride(seen), table.shape[0], (DIM * heads) ** -0.5, bool(hadamard)),
@@ -185,7 +172,7 @@ def indexer_logits(
             f"{op}: logits: wanted shape ({tokens.max_tokens}, {entries} or more: the entries of {tokens.max_length} "
             f"tokens), got {result.shape}"
         )
-    read = {"queries": array(op, queries._memory, [UINT8]), "tokens": rows}
+    read = {"queries": array(op, queries._whole, [UINT8]), "tokens": rows}
     read |= {"keys.pool": looked_through.pool, "keys.block_table": looked_through.block_table}
     for role, operand in read.items():
         apart(f"{op}: logits", result, role, operand)

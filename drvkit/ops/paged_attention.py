@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
 from ..device import Device
-from ..memory import Buffer, view_of
+from ..memory import Keeper, view_of
 from . import (
     DIMS,
     HALVES,
@@ -55,7 +55,7 @@ PIPELINE = {64: (2, 4, 3), 128: (2, 3, 2), 256: (1, 2, 2), 512: (1, 3, 1)}
 INVARIANT_UNITS = 64  # that a work has at most
 
 
-class AttentionPlan:
+class AttentionPlan(Keeper):
     """What the plans of decoding and of prefill share: what attention it is, and memory that goes with the plan."""
 
     def __init__(
@@ -73,6 +73,7 @@ class AttentionPlan:
         **counts: int,
     ) -> None:
         """``counts`` are those of the particular plan, which must be at least 1 as well."""
+        super().__init__()
         self.device = device
         self.dtype = np.dtype(dtype)
         self.kv_dtype = self.dtype if kv_dtype is None else np.dtype(kv_dtype)
@@ -84,7 +85,6 @@ class AttentionPlan:
             whole(f"{what}: window", window)
         self.q_heads, self.kv_heads, self.dim = q_heads, kv_heads, dim
         self.page_size, self.table_width, self.window = page_size, table_width, window
-        self._memory: list[Buffer] = []
         if self.dtype not in HALVES:
             raise TypeError(f"{what}: dtype: wanted float16 or bfloat16, got {self.dtype}")
         if self.kv_dtype not in (self.dtype, np.dtype(ml_dtypes.float8_e4m3fn)):
@@ -108,25 +108,6 @@ class AttentionPlan:
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.q_heads // self.kv_heads
-
-    def _keep(self, buffer: Buffer) -> Buffer:
-        self._memory.append(buffer)
-        return buffer
-
-    @property
-    def nbytes(self) -> int:
-        """Of device memory."""
-        return sum(buffer.nbytes for buffer in self._memory)
-
-    def close(self) -> None:
-        for buffer in self._memory:
-            buffer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class DecodePlan(AttentionPlan):

@@ -41,7 +41,7 @@ MOST = 2**20  # inputs, outputs
 OUTPUTS = 16  # they are a multiple of: rows of weights of a product
 FEW = (1, 2)  # tokens of a warp, where there are few
 MANY = (1, 2, 4)  # by 8 tokens, of a block, where there are many
-MOST_TOKENS = 65535 * 8 * MANY[0]
+MOST_TOKENS = 65535 * 16  # blocks of a grid, each with as many tokens as those of plain floats can have
 # See cuda_src/quantized_linear.cu.
 WARPS_OF_FEW, RESIDENT = 4, 4  # of a block of few tokens; such blocks that a multiprocessor has registers for
 DEEP = 768  # inputs, from which on a lane has twice as many of them on their way

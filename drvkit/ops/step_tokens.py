@@ -11,11 +11,12 @@ contents of device memory, so one graph serves every step::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..device import Device
+from ..memory import Keeper
 from . import Where, apart, array, is_a, shaped, submit, whole
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ __all__ = ["StepTokens", "plan_tokens"]
 RATIOS = (4, 128)  # tokens of an entry
 
 
-class StepTokens:
+class StepTokens(Keeper):
     """The rows of a step, in device memory.
 
     Args:
@@ -45,6 +46,7 @@ class StepTokens:
     """
 
     def __init__(self, device: Device, *, max_tokens: int, max_requests: int, max_length: int = 2**20) -> None:
+        super().__init__()
         what = type(self).__name__
         for name, number in (("max_tokens", max_tokens), ("max_requests", max_requests), ("max_length", max_length)):
             if not 1 <= whole(f"{what}: {name}", number) < 2**30:
@@ -52,26 +54,12 @@ class StepTokens:
         self.device, self.max_tokens, self.max_requests, self.max_length = device, max_tokens, max_requests, max_length
         nothing = np.zeros(6 * max_tokens + 2, np.int32)
         nothing[: 4 * max_tokens : 4] = -1  # until they are planned all rows are padding
-        self._memory = device.array(nothing)
-        self.rows = self._memory[: 4 * max_tokens].reshape(max_tokens, 4)
-        counts = self._memory[4 * max_tokens : 6 * max_tokens].reshape(2, max_tokens)
+        self._whole = self._keep(device.array(nothing))
+        self.rows = self._whole[: 4 * max_tokens].reshape(max_tokens, 4)
+        counts = self._whole[4 * max_tokens : 6 * max_tokens].reshape(2, max_tokens)
         self.entries = {ratio: counts[i] for i, ratio in enumerate(RATIOS)}
-        self._completed = self._memory[6 * max_tokens :]
+        self._completed = self._whole[6 * max_tokens :]
         self.completed = {ratio: self._completed[i : i + 1] for i, ratio in enumerate(RATIOS)}
-
-    @property
-    def nbytes(self) -> int:
-        """Of device memory."""
-        return self._memory.nbytes
-
-    def close(self) -> None:
-        self._memory.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def plan_tokens(
@@ -96,7 +84,7 @@ def plan_tokens(
     ):
         seen = array(f"{op}: {role}", operand, ints)
         shaped(f"{op}: {role}", seen, shape)
-        apart(f"{op}: tokens", array(op, tokens._memory, ints), role, seen)
+        apart(f"{op}: tokens", array(op, tokens._whole, ints), role, seen)
     counts = (*tokens.entries.values(), tokens._completed)
     args = (q_starts, lengths, tokens.rows, *counts, tokens.max_requests, tokens.max_tokens, tokens.max_length)
     return submit(where, "step_tokens", "step_tokens", tokens.max_tokens, args, after, name, op)

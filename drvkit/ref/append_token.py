@@ -16,25 +16,23 @@ def append_token(
     chosen: Int32,
     tokens: Int32,
     lengths: Int32,
-    positions: Int32,
     counts: Int32,
     limits: Int32,
     log: Int32,
     ends: Collection[int],
     stop: bool = False,
 ) -> bool:
-    """Append ``chosen`` [rows] to ``log`` [rows, capacity], unless it is negative, and change ``tokens``, ``lengths``,
-    ``positions`` (of the newest token) and ``counts`` [rows] in place: a request that ends has token -1, length and
-    position 0, another one token more. Returns whether any goes on."""
+    """Append ``chosen`` [rows] to ``log`` [rows, capacity], unless it is negative, and change ``tokens``, ``lengths``
+    and ``counts`` [rows] in place: a request that ends has token -1 and length 0, another one token more. Returns
+    whether any goes on."""
     for row, token in enumerate(chosen.tolist()):
         if token < 0:
             continue
         log[row, counts[row]] = token
         counts[row] += 1
         if stop or token in ends or counts[row] >= limits[row]:
-            tokens[row], lengths[row], positions[row] = -1, 0, 0
+            tokens[row], lengths[row] = -1, 0
         else:
             tokens[row] = token
             lengths[row] += 1
-            positions[row] = lengths[row] - 1
     return bool((lengths[: len(chosen)] > 0).any())

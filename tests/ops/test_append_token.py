@@ -11,7 +11,7 @@ import pytest
 from compare import assert_equal_bits
 from kernels import ints
 from numpy.typing import NDArray
-from standins import Foreign, Recorder
+from standins import Foreign
 
 from drvkit import ops
 from drvkit.device import Device, Stream
@@ -34,11 +34,10 @@ NEXT = Source.from_text(
 
 def test_the_reference_by_hand() -> None:
     tokens, lengths, counts = (np.array(each, int32) for each in ([5, 6, -1, 8], [9, 9, 0, 9], [0, 1, 2, 0]))
-    places, limits, log = np.zeros(4, int32), np.full(4, 2, int32), np.zeros((4, 3), int32)
-    state = (tokens, lengths, places, counts, limits, log)
+    limits, log = np.full(4, 2, int32), np.zeros((4, 3), int32)
+    state = (tokens, lengths, counts, limits, log)
     assert ref.append_token(np.array([7, 7, -1, 2], int32), *state, {2})
     assert (tokens.tolist(), lengths.tolist(), counts.tolist()) == ([7, -1, -1, -1], [10, 0, 0, 0], [1, 2, 2, 1])
-    assert places.tolist() == [9, 0, 0, 0]
     assert log.tolist() == [[7, 0, 0], [0, 7, 0], [0, 0, 0], [2, 0, 0]]
     assert not ref.append_token(np.array([7], int32), *state, {2}, stop=True)
 
@@ -66,8 +65,7 @@ def test_requests_that_cannot_be_are_refused(
         Requests(device, **(dict[str, Any](rows=4, capacity=8, ends=[2]) | changes))
 
 
-def test_operands_that_do_not_fit_are_refused(requests: Requests) -> None:
-    recorder: Any = Recorder()
+def test_operands_that_do_not_fit_are_refused(recorder: Any, requests: Requests) -> None:
     for chosen, error, message in (
         (Foreign((4,), np.int64), TypeError, "chosen: .*int32, got int64"),
         (Foreign((71,), int32), ValueError, r"chosen: wanted shape \(up to 70 rows,\), got \(71,\)"),
@@ -97,7 +95,7 @@ def test_limits_are_within_the_capacity(requests: Requests, stream: Stream) -> N
 
 
 def state(requests: Requests, rows: int, stream: Stream) -> list[NDArray[Any]]:
-    parts = (requests.tokens, requests.lengths, requests.positions, requests.counts, requests.limits)
+    parts = (requests.tokens, requests.lengths, requests.counts, requests.limits)
     return [part[:rows].numpy(stream) for part in parts]
 
 
@@ -115,8 +113,8 @@ def test_every_step_is_that_of_the_reference(
             if step == 7:
                 requests.stop()
             append_token(stream, requests, chosen)
-            tokens, lengths, places, counts, limits = now
-            goes_on = ref.append_token(new, tokens, lengths, places, counts, limits, log, {2, 11}, stop=step == 7)
+            tokens, lengths, counts, limits = now
+            goes_on = ref.append_token(new, tokens, lengths, counts, limits, log, {2, 11}, stop=step == 7)
             for got, want in zip(state(requests, rows, stream), now, strict=True):
                 assert_equal_bits(got, want)
             assert requests.going.numpy(stream).tolist() == [goes_on]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from compare import assert_equal_bits
-from standins import Foreign, Recorder
+from standins import Foreign
 
 from drvkit import ops
 from drvkit.device import Device, Stream
@@ -27,12 +27,6 @@ POISON = 77.0
 def test_the_reference_by_hand() -> None:
     table = np.array([[1, 2], [3, 4], [5, 6]], float32)
     assert ref.embedding(np.array([2, -1, 0], int32), table).tolist() == [[5, 6], [0, 0], [1, 2]]
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(ops, "kernel", lambda device, source, name: f"{source}: {name}")
-    return Recorder()
 
 
 def fit(**changes: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from compare import assert_close, assert_equal_bits
 from numpy.typing import NDArray
-from standins import Foreign, Recorder
+from standins import Foreign
 
 from drvkit import ops
 from drvkit.device import Device, Stream
@@ -241,12 +241,6 @@ def test_a_transform_of_queries_and_keys_leaves_scores_as_they_are(rng: np.rando
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(ops, "kernel", lambda device, source, name: f"{source}: {name}")
-    return Recorder()
-
-
-@pytest.fixture
 def tokens(device: Device) -> Iterator[StepTokens]:
     with StepTokens(device, max_tokens=6, max_requests=3, max_length=400) as tokens:
         yield tokens
@@ -463,7 +457,7 @@ def test_queries_are_what_the_format_makes_of_their_rows(
         buffers = [device.array(x) for x in (fused, weights, TABLE, step.starts, np.array(step.lengths, np.int32))]
         rows, of_heads, table, starts, lengths = buffers
         plan_tokens(stream, tokens, starts, lengths)
-        queries._memory.fill(0xA5)
+        queries._whole.fill(0xA5)
         indexer_query(stream, tokens, rows[:, 8:], of_heads, table, queries, hadamard=hadamard)
         got = as_bytes(queries, stream)
         close(*buffers)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from compare import assert_close, assert_equal_bits
 from numpy.typing import NDArray
-from standins import Foreign, Recorder
+from standins import Foreign
 
 from drvkit import ops
 from drvkit.build import build
@@ -111,12 +111,6 @@ def test_the_reference_has_minus_one_for_what_has_no_place() -> None:
 
 
 # ---- the ops' checks, without a device -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(ops, "kernel", lambda device, source, name: f"{source}: {name}")
-    return Recorder()
 
 
 def fit(**changes: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from compare import assert_equal_bits
 from cuda import pathfinder  # type: ignore[import-untyped]
 from numpy.typing import NDArray
-from standins import Foreign, Recorder
+from standins import Foreign
 
 from drvkit import ops
 from drvkit.device import Device, Stream
@@ -41,14 +41,6 @@ def test_the_reference_by_hand() -> None:
 
 
 # ---- the ops' checks -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(ops, "kernel", lambda device, source, name: f"{source}: {name}")
-    recorder = Recorder()
-    recorder.device = Device("cpu")  # type: ignore[assignment]
-    return recorder
 
 
 def fit(**changes: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from compare import assert_close, assert_equal_bits
 from kernels import replay
 from numpy.typing import NDArray
-from standins import Foreign, Recorder
+from standins import Foreign
 
 from drvkit import ops
 from drvkit.device import Device, Stream
@@ -37,14 +37,6 @@ def test_the_reference_by_hand() -> None:
 # ---- the op's checks -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(ops, "kernel", lambda device, source, name: f"{source}: {name}")
-    recorder = Recorder()
-    recorder.device = Device("cpu")  # type: ignore[assignment]
-    return recorder
-
-
 def fit(**changes: Any) -> dict[str, Any]:
     """Operands that fit, far from each other, save for ``changes``."""
     operands = {
@@ -63,6 +55,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "host memory": ({"x": np.zeros((5, 64), float32)}, TypeError, "x: .*in host memory"),
     "odd inputs": ({"x": Foreign((5, 48), float32)}, ValueError, "x: wanted a multiple of 32 inputs, .*got 48"),
     "no inputs": ({"x": Foreign((5, 0), float32)}, ValueError, "x: wanted a multiple of 32 inputs, .*got 0"),
+    "many tokens": (
+        {"x": Foreign((2**20, 64), float32)},
+        ValueError,
+        "x: wanted at most 1048560 tokens, got 1048576",
+    ),
     "odd outputs": ({"out": Foreign((5, 24), float32, 3 << 20)}, ValueError, "out: wanted a multiple of 16 .*got 24"),
     "another quant's rows": ({"quant": Q8_0}, ValueError, r"weight: wanted shape \(32, 68\), got \(32, 40\)"),
     "a gate without rows": ({"gated": True}, ValueError, r"weight: wanted shape \(64, 40\), got \(32, 40\)"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from compare import assert_close, assert_equal_bits
 from numpy.typing import NDArray
-from standins import Foreign, Recorder
+from standins import Foreign
 
 from drvkit import ops
 from drvkit.device import Device, Stream
@@ -84,12 +84,6 @@ def test_the_reference_puts_the_last_rows_of_a_step_into_a_ring() -> None:
 
 
 # ---- the op's checks -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(ops, "kernel", lambda device, source, name: f"{source}: {name}")
-    return Recorder()
 
 
 @pytest.fixture

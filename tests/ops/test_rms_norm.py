@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from compare import assert_close, assert_equal_bits
 from numpy.typing import NDArray
-from standins import Foreign, Recorder
+from standins import Foreign
 
 from drvkit import ops
 from drvkit.device import Device, Stream
@@ -43,12 +43,6 @@ def test_the_reference_by_hand() -> None:
         [6 / 50**0.5, 80 / 50**0.5],
     ]
     assert ref.rms_norm(np.array([[1, 1]], bfloat16), weight, eps=3).tolist() == [[0.5, 5]]
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(ops, "kernel", lambda device, source, name: f"{source}: {name}")
-    return Recorder()
 
 
 def fit(**changes: Any) -> dict[str, Any]:

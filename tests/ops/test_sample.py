@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from compare import assert_equal_bits
 from numpy.typing import NDArray
-from standins import Foreign, Recorder
+from standins import Foreign
 
 from drvkit import ops
 from drvkit.device import Device, Stream
@@ -327,9 +327,8 @@ WRONG_SAMPLE: Wrong = WRONG_IN_BOTH | {
 
 @pytest.mark.parametrize(("changes", "error", "message"), WRONG_ARGMAX.values(), ids=WRONG_ARGMAX)
 def test_an_operand_that_does_not_fit_argmax_is_named(
-    changes: dict[str, Any], error: type[Exception], message: str
+    recorder: Any, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    recorder: Any = Recorder()
     operands = {role: operand for role, operand in fit().items() if role in ("logits", "tokens")}
     with pytest.raises(error, match=f"^argmax: {message}"):
         argmax(recorder, **operands | changes)
@@ -338,18 +337,15 @@ def test_an_operand_that_does_not_fit_argmax_is_named(
 
 @pytest.mark.parametrize(("changes", "error", "message"), WRONG_SAMPLE.values(), ids=WRONG_SAMPLE)
 def test_an_operand_that_does_not_fit_sample_is_named(
-    changes: dict[str, Any], error: type[Exception], message: str
+    recorder: Any, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    recorder: Any = Recorder()
     with pytest.raises(error, match=f"^sample: {message}"):
         sample(recorder, **fit(**changes))
     assert not recorder.calls
 
 
 @pytest.mark.parametrize(("k", "block"), [(1, 32), (32, 32), (33, 64), (64, 64), (65, 128), (513, 1024), (1024, 1024)])
-def test_each_candidate_has_a_thread(monkeypatch: pytest.MonkeyPatch, k: int, block: int) -> None:
-    monkeypatch.setattr(ops, "kernel", lambda device, source, name: f"{source}: {name}")
-    recorder: Any = Recorder()
+def test_each_candidate_has_a_thread(recorder: Any, k: int, block: int) -> None:
     sample(recorder, **fit(candidates=Foreign((4, k), np.int32, 8 << 20)), after="before", name="n")
     ((kernel, how),) = recorder.calls
     assert (kernel, how["grid"], how["block"]) == ("sample: sample", 4, block)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from compare import assert_close, assert_equal_bits
 from numpy.typing import NDArray
-from standins import Foreign, Recorder
+from standins import Foreign
 
 from drvkit import ops
 from drvkit.device import Device, Stream
@@ -357,14 +357,6 @@ def test_the_cpu_device_reports_rows_that_are_not_there(
 
 
 # ---- the op's checks -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch, device: Device) -> Recorder:
-    monkeypatch.setattr(ops, "kernel", lambda device, source, name: f"{source}: {name}")
-    recorder = Recorder()
-    recorder.device = device  # type: ignore[assignment]
-    return recorder
 
 
 def pages(form: Format, size: Any, at: int, pages: int = 9, width: int = 4) -> Pages:

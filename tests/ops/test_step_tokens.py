@@ -66,7 +66,7 @@ def test_any_step_of_one_graph(device: Device, stream: Stream, graph: Graph, rng
                 before = rng.choice([0, 1, 2, 3, 127, 128, 1000], requests)
                 q_starts.copy_from(starts_of(rows.tolist()))
                 lengths.copy_from(np.where(rows > 0, rows + before, -5).astype(np.int32))  # nobody reads the others
-                tokens._memory.fill(-99)
+                tokens._whole.fill(-99)
                 exe.launch(stream)
                 for got, want in zip(
                     results(tokens, stream), wanted(rows.tolist(), lengths.numpy().tolist(), max_tokens), strict=True
