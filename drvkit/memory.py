@@ -1,8 +1,9 @@
 """Memory: what it is made of, how it is seen, how it is copied.
 
 An `Allocation` is bytes with one owner. A `Buffer` is a typed window onto one: address, dtype, shape and strides.
-Slicing a Buffer gives another window onto the same bytes. `view_of` reads the same facts off foreign objects (numpy,
-anything with ``__cuda_array_interface__`` or DLPack), so that they are taken wherever a Buffer is.
+Slicing a Buffer gives another window onto the same bytes. A `Keeper` has Buffers that are closed with it.
+`view_of` reads the same facts off foreign objects (numpy, anything with ``__cuda_array_interface__`` or DLPack), so
+that they are taken wherever a Buffer is.
 """
 
 from __future__ import annotations
@@ -353,7 +354,7 @@ class Keeper:
 
     @property
     def nbytes(self) -> int:
-        """Of its memory."""
+        """Of all of it, the device's and what is page-locked."""
         return sum(memory.nbytes for memory in self._memory)
 
     def close(self) -> None:
