@@ -135,7 +135,7 @@ class GgufFile:
             why = f"{type(error).__name__}: {error}"
             raise ValueError(f"{self.path}: the file is damaged, or cut off: {why}") from error
         self.model = self._model()
-        self.tensors: Mapping[str, Tensor] = self._tensors(gguf)
+        self.tensors: Mapping[str, Tensor] = self._tensors()
 
     def metadata(self, key: str, kind: type, default: Any = None) -> Any:
         """A value of the file's metadata, of that Python type; without a default it has to be there."""
@@ -211,7 +211,7 @@ class GgufFile:
                 raise ValueError(f"{self.path}: token {token} is an end: wanted one of {vocabulary}")
         return tuple(sorted(found))
 
-    def _tensors(self, gguf: Any) -> dict[str, Tensor]:
+    def _tensors(self) -> dict[str, Tensor]:
         shapes = self.model.shapes()
         there = {tensor.name: tensor for tensor in self._reader.tensors}
         if "output.weight" in there:

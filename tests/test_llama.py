@@ -476,8 +476,8 @@ def test_a_generator_whose_device_has_failed_closes_all_that_it_has(small: GgufF
         append_token(generator.stream, requests, victim.array(np.array([7], np.int32)))  # beyond its limit
         with pytest.raises(DriverError, match="LAUNCH_FAILED"):
             generator.close()
-        closed = [generator.buckets, generator.stream, generator.pools, requests.tokens, requests._log]
-        assert [each for each in closed if not each.closed] == []
+        assert (generator.buckets.closed, generator.stream.closed, generator.pools.closed) == (True, True, True)
+        assert (requests.tokens.closed, requests._log.closed) == (True, True)
         generator.close()
         sequence.close()
         with pytest.raises(ClosedError):
